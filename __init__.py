@@ -1,0 +1,1 @@
+"""ComfyUI loads the node pack from here; the nodes follow in `nodes/`."""

@@ -1,0 +1,132 @@
+"""Credit: the advantage of every step of every trajectory, from the rewards of its clean estimates.
+
+With r[g, i, k] the reward of group g, member i, at state k = 0..T, and gains g_k = r_{k+1} - r_k:
+
+    uniform         A = (r_T - mean_i) / std_i, the same for each step                  (Flow-GRPO)
+    gain            A_k = (g_k - mean_{i,k}) / std_{i,k}: one mean, one std a group     (Stepwise-Flow-GRPO)
+    gain_centred    A_k = (g_k - mean_i g_k) / std_{i,k}: a mean for each step, one std a group (of the centred gains)
+    gain_per_step   A_k = (g_k - mean_i g_k) / std_i g_k      (the paper's ablation: blows up the small late gains)
+    gain_ema        g_k less a running mean of g_k over iterations, then as gain        (the paper's ablation)
+    gain_gae        sum_{l >= 0} lambda^l g_{k+l}, then as gain; lambda = 1 is return-to-go (the paper's ablation)
+
+All stds are population stds. The gains of a trajectory telescope: their sum is r_T - r_0. Values whose group has
+std 0 get advantage 0. Rewards that are NaN or infinite are left out of every statistic, and the steps that they
+touch get advantage 0.
+
+Choice of ours: `gain_centred` is not in the paper. The mean gain of step k is the same whatever the policy did
+there, so a joint mean pushes every step with a high mean gain up and every other down; see docs/method.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CREDITS = ("uniform", "gain", "gain_centred", "gain_per_step", "gain_ema", "gain_gae")
+
+STD_FLOOR = 1e-6
+"""Groups whose rewards or gains spread by less than this share of their size (at least 1) are equal."""
+
+
+@dataclass
+class Credit:
+    """Advantages of G groups of N members over T steps."""
+
+    advantages: Tensor
+    """(G, N, T) float32; finite."""
+    gains: Tensor
+    """(G, N, T) float32; NaN where a reward was not finite, (G, N, 0) where only the last was computed."""
+    valid: Tensor
+    """(G, N, T) bool: False where a reward that the advantage needs was not finite."""
+    alive: Tensor
+    """(G,) bool: False for a group without signal (all its advantages are 0)."""
+    dropped: int
+    """Number of rewards that were NaN or infinite."""
+    ema: Tensor | None = None
+    """(T,) running mean of the gains after this iteration (`gain_ema`), to be passed to the next."""
+
+
+def step_gains(rewards: Tensor) -> Tensor:
+    """g_k = r_{k+1} - r_k: (..., T + 1) -> (..., T); NaN where either reward is not finite."""
+    rewards = torch.where(torch.isfinite(rewards), rewards, torch.nan)
+    return rewards[..., 1:] - rewards[..., :-1]
+
+
+def normalise(values: Tensor, valid: Tensor, mean_dims: tuple[int, ...], std_dims: tuple[int, ...]) -> Tensor:
+    """(values - mean over mean_dims) / std over std_dims, valid entries only; 0 where invalid or the std is 0."""
+    kept = torch.where(valid, values, 0.0)
+    mean = kept.sum(mean_dims, keepdim=True) / valid.sum(mean_dims, keepdim=True).clamp(min=1)
+    centred = torch.where(valid, values - mean, 0.0)
+    count = valid.sum(std_dims, keepdim=True).clamp(min=1)
+    offset = centred.sum(std_dims, keepdim=True) / count
+    variance = (torch.where(valid, centred - offset, 0.0).square()).sum(std_dims, keepdim=True) / count
+    std = variance.sqrt()
+    floor = STD_FLOOR * kept.abs().amax(dim=tuple(range(1, values.ndim)), keepdim=True).clamp(min=1)
+    return torch.where(std > floor, centred / std.clamp(min=1e-30), torch.zeros_like(centred))
+
+
+def assign_credit(
+    rewards: Tensor,
+    method: str = "gain",
+    *,
+    steps: int | None = None,
+    gae_lambda: float = 0.9,
+    ema: Tensor | None = None,
+    ema_decay: float = 0.9,
+) -> Credit:
+    """Advantages from rewards (G, N, T + 1) of all states.
+
+    `uniform` reads only the last, and takes (G, N, 1) and `steps` = T where no other was computed.
+    gae_lambda in [0, 1] and ema_decay in [0, 1) belong to `gain_gae` and `gain_ema`; ema (T,) is the running mean
+    that the iteration before returned. Raises ValueError for an unknown method or a group of one.
+    """
+    if method not in CREDITS:
+        raise ValueError(f"unknown credit {method!r}; choose one of {', '.join(CREDITS)}")
+    groups, members, _ = rewards.shape
+    if members < 2:
+        raise ValueError("a group needs at least 2 members, for an advantage compares them with each other")
+    rewards = rewards.double()
+    dropped = int((~torch.isfinite(rewards)).sum())
+    gains = step_gains(rewards)
+    finite = torch.isfinite(gains)
+    if method == "uniform":
+        final = rewards[..., -1:]
+        ok = torch.isfinite(final)
+        shape = (groups, members, gains.shape[-1] if steps is None else steps)
+        advantages, valid = normalise(final, ok, (1,), (1,)).expand(shape), ok.expand(shape)
+    elif method == "gain_centred":
+        advantages, valid = normalise(gains, finite, (1,), (1, 2)), finite
+    elif method == "gain_per_step":
+        advantages, valid = normalise(gains, finite, (1,), (1,)), finite
+    else:
+        values, valid = gains, finite
+        if method == "gain_ema":
+            mean = torch.where(finite, gains, 0.0).sum((0, 1)) / finite.sum((0, 1)).clamp(min=1)
+            ema = mean if ema is None else ema_decay * ema.double() + (1 - ema_decay) * mean
+            values = gains - ema
+        elif method == "gain_gae":
+            values, valid = discounted_sums(gains, gae_lambda), _all_later(finite)
+        advantages = normalise(values, valid, (1, 2), (1, 2))
+    return Credit(
+        advantages=advantages.float(),
+        gains=gains.float(),
+        valid=valid,
+        alive=(advantages != 0).flatten(1).any(1),
+        dropped=dropped,
+        ema=ema if method == "gain_ema" else None,
+    )
+
+
+def discounted_sums(gains: Tensor, gae_lambda: float) -> Tensor:
+    """sum_{l >= 0} lambda^l g_{k+l} over the last dimension."""
+    out = gains.clone()
+    for k in range(gains.shape[-1] - 2, -1, -1):
+        out[..., k] = gains[..., k] + gae_lambda * out[..., k + 1]
+    return out
+
+
+def _all_later(finite: Tensor) -> Tensor:
+    """Whether this entry and all after it along the last dimension are True."""
+    return finite.flip(-1).cummin(-1).values.flip(-1)

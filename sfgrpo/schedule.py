@@ -1,0 +1,103 @@
+"""Time grids: the noise levels t_0 > t_1 > ... > t_T = 0 that a rollout visits (sigma in diffusers and ComfyUI).
+
+Every grid is a float32 tensor of T + 1 values that ends in 0. A family's own sigmas can be passed as they are
+(`check_sigmas`). The shifts are those of "Scaling Rectified Flow Transformers" (Esser et al. 2024; SD3) and
+of FLUX and Qwen-Image in diffusers:
+
+    static shift s:     t -> s t / (1 + (s - 1) t)
+    dynamic shift mu:   t -> e^mu / (e^mu + 1/t - 1)      (the static shift with s = e^mu)
+    terminal t_end:     1 - t -> (1 - t) (1 - t_end) / (1 - t_{T-1})
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TRAIN_TIMESTEPS = 1000
+
+
+def check_sigmas(sigmas: Tensor | Sequence[float]) -> Tensor:
+    """Return `sigmas` as float32 (T + 1,), or raise ValueError where they are no time grid.
+
+    A grid falls strictly from at most 1 to exactly 0 and has at least one step.
+    """
+    grid = torch.as_tensor(sigmas, dtype=torch.float32)
+    if grid.ndim != 1 or len(grid) < 2:
+        raise ValueError(f"sigmas must be a list of at least 2 values, got shape {tuple(grid.shape)}")
+    if not bool((grid[1:] < grid[:-1]).all()):
+        raise ValueError(f"sigmas must fall strictly from step to step, got {grid.tolist()}")
+    if grid[0] > 1 or grid[-1] != 0:
+        raise ValueError(f"sigmas must start at 1 or below and end at exactly 0, got {grid.tolist()}")
+    return grid
+
+
+def shift_static(t: Tensor, shift: float) -> Tensor:
+    """Static shift of times in [0, 1]; `shift` > 0, 1 changes nothing."""
+    return shift * t / (1 + (shift - 1) * t)
+
+
+def shift_dynamic(t: Tensor, mu: float) -> Tensor:
+    """Exponential shift of times in [0, 1] by mu, as FLUX and Qwen-Image use it; mu = 0 changes nothing."""
+    return shift_static(t, math.exp(mu))
+
+
+def mu_for_tokens(
+    tokens: int, base_tokens: int = 256, max_tokens: int = 4096, base_shift: float = 0.5, max_shift: float = 1.15
+) -> float:
+    """mu for an image of `tokens` latent tokens, linear in their number (FLUX's defaults; `calculate_shift`)."""
+    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
+    return tokens * slope + base_shift - slope * base_tokens
+
+
+def stretch_to_terminal(t: Tensor, terminal: float) -> Tensor:
+    """Stretch nonzero times so that the last is `terminal` (Qwen-Image: 0.02); the first stays where 1 is."""
+    one_minus = 1 - t
+    return 1 - one_minus * (1 - terminal) / one_minus[-1]
+
+
+def _with_zero(t: Tensor) -> Tensor:
+    return torch.cat([t, t.new_zeros(1)]).float()
+
+
+def sd3_sigmas(steps: int, shift: float = 3.0) -> Tensor:
+    """SD3's grid, (steps + 1,): equal to diffusers' FlowMatchEulerDiscreteScheduler(shift=shift).
+
+    diffusers spaces the unshifted times evenly between 1 and the SHIFTED least training time and then shifts all,
+    so that the least is shifted twice.
+    """
+    least = shift_static(torch.tensor(1 / TRAIN_TIMESTEPS, dtype=torch.float64), shift).item()
+    return _with_zero(shift_static(torch.linspace(1, least, steps, dtype=torch.float64), shift))
+
+
+def even_sigmas(
+    steps: int, *, shift: float | None = None, mu: float | None = None, terminal: float | None = None
+) -> Tensor:
+    """Times 1, 1 - 1/T, ..., 1/T, 0, shifted statically or dynamically, (steps + 1,).
+
+    With mu this is FLUX's grid, with mu and terminal Qwen-Image's.
+    """
+    t = torch.linspace(1, 1 / steps, steps, dtype=torch.float64)
+    if shift is not None:
+        t = shift_static(t, shift)
+    if mu is not None:
+        t = shift_dynamic(t, mu)
+    if terminal is not None:
+        t = stretch_to_terminal(t, terminal)
+    return _with_zero(t)
+
+
+def window_mask(steps: int, start: int = 0, stop: int | None = None) -> Tensor:
+    """(steps,) bool: which steps inject noise; the others are ODE steps.
+
+    One window holds for the whole batch: drawn per sample it was seen to collapse training. Raises ValueError for a
+    window that is empty or outside 0..steps.
+    """
+    stop = steps if stop is None else stop
+    if not 0 <= start < stop <= steps:
+        raise ValueError(f"stochastic window {start}..{stop} is empty or outside the {steps} steps")
+    index = torch.arange(steps)
+    return (index >= start) & (index < stop)

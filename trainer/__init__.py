@@ -1,0 +1,1 @@
+"""The headless trainer: diffusers models, peft LoRAs and accelerate around the core in `sfgrpo`."""

@@ -1,0 +1,129 @@
+"""The command line: `sfgrpo demo | train | sample | selftest`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from sfgrpo import __version__
+
+from .errors import UserError
+
+USAGE = """usage: sfgrpo COMMAND ...
+
+  sfgrpo demo [--out DIR]                  train the embedded model on counting, on a CPU, in about five minutes
+  sfgrpo train RUN.toml [--out DIR] [...]  train by a run file; `sfgrpo train --help` lists all settings
+  sfgrpo sample --model M [...]            make images, with or without a LoRA; `sfgrpo sample --help`
+  sfgrpo selftest [--model M]              check the mathematics on this machine, green or red
+  sfgrpo --version
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 2 for a mistake of the user's, 130 for Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    commands = {"demo": demo, "train": train, "sample": sample, "selftest": selftest}
+    try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(USAGE, end="")
+            return 0 if arguments else 2
+        if arguments[0] == "--version":
+            print(f"sfgrpo {__version__}")
+            return 0
+        if arguments[0] not in commands:
+            raise UserError(f"unknown command {arguments[0]!r}; commands are {', '.join(commands)}")
+        return commands[arguments[0]](arguments[1:])
+    except UserError as error:
+        print(f"sfgrpo: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sfgrpo: interrupted", file=sys.stderr)
+        return 130
+
+
+def _take_out(arguments: list[str], default: Path) -> tuple[Path, list[str]]:
+    """Split `--out DIR` off the arguments."""
+    rest, out = [], default
+    iterator = iter(arguments)
+    for argument in iterator:
+        if argument == "--out":
+            value = next(iterator, None)
+            if value is None:
+                raise UserError("--out needs a folder")
+            out = Path(value)
+        elif argument.startswith("--out="):
+            out = Path(argument[6:])
+        else:
+            rest.append(argument)
+    return out, rest
+
+
+def train(arguments: list[str]) -> int:
+    """`sfgrpo train RUN.toml [--out DIR] [--section.setting VALUE ...]`."""
+    from .config import load_config
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        return _train_help(0 if arguments else 2)
+    if arguments[0].startswith("--"):
+        raise UserError("the run file comes first: sfgrpo train RUN.toml [--out DIR] [--section.setting VALUE ...]")
+    file = Path(arguments[0])
+    out, overrides = _take_out(arguments[1:], Path("runs") / file.stem)
+    return _run(load_config(file, overrides), out)
+
+
+def demo(arguments: list[str]) -> int:
+    """`sfgrpo demo [--out DIR] [--section.setting VALUE ...]`: the run file runs/demo.toml of this package."""
+    from .config import load_config
+
+    if arguments and arguments[0] in ("-h", "--help"):
+        print("usage: sfgrpo demo [--out DIR] [--section.setting VALUE ...]   (settings: sfgrpo train --help)")
+        return 0
+    out, overrides = _take_out(arguments, Path("runs/demo"))
+    return _run(load_config(Path(__file__).parent / "runs" / "demo.toml", overrides), out)
+
+
+def _run(config, out: Path) -> int:
+    from .run import train as run_training
+
+    result = run_training(config, out)
+    minutes, seconds = divmod(round(result.seconds), 60)
+    print(f"\n{result.iterations} iterations in {minutes} min {seconds} s")
+    for name, before in result.start.scores.items():
+        if name.split("/")[0] != "total" or len(result.start.scores) == 1:
+            after, n = result.end.scores[name], result.start.counts[name]
+            print(f"  {name:32s} {before:.3f} -> {after:.3f}  ({n} images)")
+    print(f"report   {result.out / 'report.html'}\nLoRA     {result.out / 'best.safetensors'} (best), last.safetensors")
+    return 0
+
+
+def _train_help(code: int) -> int:
+    """All settings with their types, defaults and documentation."""
+    import tyro
+
+    from .config import RunConfig
+
+    print("usage: sfgrpo train RUN.toml [--out DIR] [--section.setting VALUE ...]\n")
+    print("The settings below are tables and fields of the run file; each can be overridden on the command line.")
+    try:
+        tyro.cli(RunConfig, args=["--help"], prog="sfgrpo train RUN.toml")
+    except SystemExit:
+        pass
+    return code
+
+
+def sample(arguments: list[str]) -> int:
+    """`sfgrpo sample`: ODE samples as a grid."""
+    from .sample import main as sample_main
+
+    return sample_main(arguments)
+
+
+def selftest(arguments: list[str]) -> int:
+    """`sfgrpo selftest`: green or red, with the number."""
+    from .selftest import main as selftest_main
+
+    return selftest_main(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

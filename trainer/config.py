@@ -1,0 +1,335 @@
+"""The settings of a run: a TOML file, one table for each class here, and overrides from the command line.
+
+`[grpo]` and `[grpo.kernel]` are the core's own `GRPOConfig` and `Kernel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sfgrpo.loop import GRPOConfig
+from sfgrpo.rewards import get_reward
+from sfgrpo.shapes import MODEL_DIR
+
+from .errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+STRICT = {"extra": "forbid"}
+EMBEDDED = "shapes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What is trained, `[model]`."""
+
+    __pydantic_config__ = STRICT
+
+    path: str
+    """Diffusers folder, hub id, or `shapes` for the model that comes with the project."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Of the base weights and the forward passes. The LoRA, latents and log-probabilities are always float32."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ..."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time in the update."""
+    max_sequence_length: int = 256
+    """Tokens of the T5 encoder (SD3); 0 leaves it out, which saves its memory and costs understanding of prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsConfig:
+    """Training prompts, `[prompts]`."""
+
+    __pydantic_config__ = STRICT
+
+    file: Path
+    """A .txt file, one prompt a line, or a .jsonl file of objects with `prompt`, optionally `negative_prompt`, and
+    whatever the reward needs. Relative to the run file."""
+    per_iteration: int = 8
+    """Prompts, and so groups, in one iteration."""
+
+    def __post_init__(self) -> None:
+        if self.per_iteration < 1:
+            raise ValueError("per_iteration must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How images are made in training, `[sampling]`."""
+
+    __pydantic_config__ = STRICT
+
+    height: int = 512
+    """Pixels."""
+    width: int = 512
+    """Pixels."""
+    steps: int = 10
+    """Steps of a rollout, T. The paper trains with 10."""
+    guidance: float = 1.0
+    """Classifier-free guidance in rollout and update; 1 is off and halves the work."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise ValueError("steps must be 2 or more")
+        if self.guidance < 1:
+            raise ValueError("guidance must be 1 (off) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """The adapter, `[lora]`."""
+
+    __pydantic_config__ = STRICT
+
+    rank: int = 32
+    """Rank, 1 or more."""
+    alpha: float | None = None
+    """The weight change is alpha / rank * B A; None takes alpha = rank."""
+    targets: Literal["attention", "attention_mlp", "all"] = "attention"
+    """Which linear modules carry it: of the attention, also of the MLPs, or every one of the transformer."""
+    ema_decay: float = 0.0
+    """Decay an update of an exponential moving average of the adapter, which is then what is evaluated and saved;
+    0 is off. The average warms up, so that the start does not weigh on it."""
+    continue_from: Path | None = None
+    """A LoRA file that this trainer wrote, to go on from. Relative to the run file."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError("rank must be 1 or more")
+        if self.alpha is not None and not self.alpha > 0:
+            raise ValueError("alpha must be above 0")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError("ema_decay must be from 0 to below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, `[optimizer]`."""
+
+    __pydantic_config__ = STRICT
+
+    lr: float = 3e-4
+    """Learning rate."""
+    beta1: float = 0.9
+    """Decay of the mean of the gradient."""
+    beta2: float = 0.999
+    """Decay of the mean of its square."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 1e-4
+    """Decoupled weight decay."""
+    warmup: int = 0
+    """Iterations over which the learning rate rises linearly to `lr`."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError("lr must be above 0")
+        if self.warmup < 0:
+            raise ValueError("warmup must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation with deterministic ODE samples of fixed seeds, `[eval]`."""
+
+    __pydantic_config__ = STRICT
+
+    file: Path | None = None
+    """Prompt file of held-out prompts; None evaluates on the first training prompts. Scores are also reported by the
+    field `tag` of a .jsonl file. Relative to the run file."""
+    rewards: dict[str, float] | None = None
+    """Name -> weight of the rewards that are evaluated; None takes the trained ones. The weighted sum chooses `best`."""
+    every: int = 20
+    """Iterations between evaluations; there is also one at the start and one at the end."""
+    images_per_prompt: int = 1
+    """Images of each prompt, each with a seed of its own."""
+    max_prompts: int = 64
+    """Only so many prompts from the start of the file."""
+    steps: int | None = None
+    """ODE steps; None takes those of the training. The paper evaluates with 40."""
+    guidance: float | None = None
+    """Guidance; None takes that of the training."""
+    grid: int = 16
+    """Images in the sample grids."""
+    batch: int = 32
+    """Images made at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "images_per_prompt", "max_prompts", "grid", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError("steps must be 1 or more")
+        if self.guidance is not None and self.guidance < 1:
+            raise ValueError("guidance must be 1 (off) or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run; the top level of the file."""
+
+    __pydantic_config__ = STRICT
+
+    model: ModelConfig
+    prompts: PromptsConfig
+    rewards: dict[str, float]
+    """`[rewards]`: name -> weight; what is trained is the weighted sum."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    iterations: int = 1000
+    """Iterations of the run."""
+    max_minutes: float | None = None
+    """Wall-clock limit of the training; it stops after the iteration that reaches it. None is no limit."""
+    seed: int = 0
+    """Of all noise, the order of prompts and the LoRA's initial values."""
+    save_every: int = 20
+    """Iterations between writes of `last.safetensors`."""
+    tensorboard: bool = False
+    """Also write TensorBoard events (needs the package tensorboard)."""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more")
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise ValueError("max_minutes must be above 0")
+        for table, names in (("rewards", self.rewards), ("eval.rewards", self.eval.rewards)):
+            if names is not None and not names:
+                raise ValueError(f"{table} names no reward")
+            for name in names or ():
+                get_reward(name)
+
+    @property
+    def model_path(self) -> str:
+        """Path or hub id of the model."""
+        return str(MODEL_DIR) if self.model.path == EMBEDDED else self.model.path
+
+
+def field_names(cls: type, prefix: str = "") -> list[str]:
+    """Dotted names of all settings below a config class."""
+    names = []
+    for f in dataclasses.fields(cls):
+        nested = _nested(cls, f.name)
+        names += field_names(nested, f"{prefix}{f.name}.") if nested else [f"{prefix}{f.name}"]
+    return names
+
+
+def _nested(cls: type, name: str) -> type | None:
+    from typing import get_type_hints
+
+    hint = get_type_hints(cls)[name]
+    return hint if dataclasses.is_dataclass(hint) else None
+
+
+def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
+    """Read a run file and apply overrides like `--grpo.clip-range 1e-4`; relative paths become absolute.
+
+    Raises UserError, one line naming the field, for whatever is wrong with either.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"run file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"run file {path} cannot be read: {error}") from None
+    for name, value in parse_overrides(overrides).items():
+        table = data
+        *tables, last = name.split(".")
+        for key in tables:
+            table = table.setdefault(key, {})
+            if not isinstance(table, dict):
+                raise UserError(f"{path}: {key} must be a table")
+        table[last] = value
+    config = validate(data, str(path))
+    return _resolve(config, path.parent)
+
+
+def parse_overrides(arguments: list[str]) -> dict[str, Any]:
+    """`--a.b-c VALUE` or `--a.b-c=VALUE` pairs to {"a.b_c": value}; values are TOML, or else plain strings."""
+    known = field_names(RunConfig)
+    out: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise UserError(f"unexpected argument {flag!r}; settings are given like --grpo.clip-range 1e-4")
+        name, equals, value = flag[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in known and not name.startswith(("rewards.", "eval.rewards.")):
+            raise UserError(f"unknown setting --{name}{_suggest(name, known)}")
+        if not equals:
+            if not rest:
+                raise UserError(f"--{name} needs a value")
+            value = rest.pop(0)
+        try:
+            out[name] = tomllib.loads(f"v = {value}")["v"]
+        except tomllib.TOMLDecodeError:
+            out[name] = value
+    return out
+
+
+def _suggest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; settings are {', '.join(known)}"
+
+
+def validate(data: dict[str, Any], where: str) -> RunConfig:
+    """Check types, names and ranges. Raises UserError with the first thing that is wrong."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(RunConfig).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            raise UserError(f"{where}: unknown field {name}{_suggest(name, field_names(RunConfig))}") from None
+        if first["type"] in ("missing", "missing_keyword_only_argument"):
+            raise UserError(f"{where}: field {name} is missing") from None
+        message = first["msg"].removeprefix("Value error, ")
+        got = f" (got {first['input']!r})" if first["type"] != "value_error" else ""
+        raise UserError(f"{where}: {name + ': ' if name else ''}{message}{got}") from None
+
+
+def _resolve(config: RunConfig, folder: Path) -> RunConfig:
+    """Make relative paths absolute: files relative to the run file; the model too, where such a folder is there."""
+
+    def absolute(path: Path | None) -> Path | None:
+        return None if path is None else Path(os.path.abspath(folder / path.expanduser()))
+
+    model = config.model
+    if model.path != EMBEDDED and (folder / model.path).is_dir():
+        model = dataclasses.replace(model, path=os.path.abspath(folder / model.path))
+    return dataclasses.replace(
+        config,
+        model=model,
+        prompts=dataclasses.replace(config.prompts, file=absolute(config.prompts.file)),
+        lora=dataclasses.replace(config.lora, continue_from=absolute(config.lora.continue_from)),
+        eval=dataclasses.replace(config.eval, file=absolute(config.eval.file)),
+    )
+
+
+def to_toml(config: RunConfig) -> str:
+    """The resolved settings as a run file that `load_config` reads back; unset ones are left out."""
+    import tomli_w
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items() if v is not None}
+        return str(value) if isinstance(value, Path) else value
+
+    return tomli_w.dumps(plain(dataclasses.asdict(config)))

@@ -1,0 +1,5 @@
+"""The one error that a user can mend: its message is printed as it is, and the program exits with code 2."""
+
+
+class UserError(Exception):
+    """Something that the user typed or set up is wrong; the message says what, and what to do."""

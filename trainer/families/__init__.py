@@ -1,0 +1,120 @@
+"""Model families, one file each.
+
+A family knows how its pipeline is loaded, how prompts are encoded, which times and latent shape belong to a
+resolution, what the transformer takes, how latents are decoded, which modules carry a LoRA and how a LoRA file names
+them. Nothing of a family stands elsewhere: a new one is a file here and a row in FAMILIES.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+
+
+@dataclass
+class Encoded:
+    """Conditioning of P texts, row by row; every tensor has P rows."""
+
+    tensors: dict[str, Tensor]
+
+    def rows(self, index: Tensor, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The rows of `index` (B,), on the device in the dtype."""
+        return {k: v[index.to(v.device)].to(device, dtype) for k, v in self.tensors.items()}
+
+
+class Family(Protocol):
+    """A loaded model of one family."""
+
+    pipeline: Any
+    """The diffusers pipeline."""
+    transformer: nn.Module
+    """The denoiser; carries the LoRA."""
+    native_size: tuple[int, int]
+    """Height and width in pixels that the model was made for."""
+
+    def encode(self, texts: list[str]) -> Encoded:
+        """Conditioning of texts; needs the encoders."""
+        ...
+
+    def free_encoders(self) -> None:
+        """Drop the text encoders."""
+        ...
+
+    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
+        """The family's own time grid, (steps + 1,) float32 down to 0."""
+        ...
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one latent. Raises UserError for a size that the model cannot make."""
+        ...
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
+        """Velocity of latents x (B, ...) at sigma (B,), without guidance."""
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images (B, 3, H, W) in [0, 1]."""
+        ...
+
+    def targets(self, choice: str) -> list[str]:
+        """Names of the linear modules of `attention`, `attention_mlp` or `all` that carry a LoRA."""
+        ...
+
+    def export_name(self, module: str) -> str:
+        """Name of a module in a LoRA file."""
+        ...
+
+
+def pipeline_class_of(path: str) -> str:
+    """Class name of the pipeline in a diffusers folder or hub repository.
+
+    Raises UserError where there is none.
+    """
+    folder = Path(path)
+    if folder.exists():
+        index = folder / "model_index.json"
+        if not index.is_file():
+            raise UserError(f"model {path} is no diffusers folder: it has no model_index.json")
+    else:
+        if path.startswith((".", "/", "~")) or path.count("/") != 1:
+            raise UserError(f"model {path} does not exist; give a diffusers folder or a hub id like 'owner/name'")
+        from huggingface_hub import hf_hub_download
+
+        try:
+            index = Path(hf_hub_download(path, "model_index.json"))
+        except Exception as error:  # the hub client raises many unrelated types
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"model {path} is no folder here and cannot be had from the hub: {reason}") from None
+    try:
+        return json.loads(index.read_text())["_class_name"]
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
+        raise UserError(f"{index} does not name a pipeline class; the model folder is damaged") from None
+
+
+FAMILIES = {"StableDiffusion3Pipeline": ("sd3", "SD3")}
+"""Pipeline class -> module of this package and class in it, imported when needed."""
+
+
+def family_of(path: str) -> tuple[str, str]:
+    """Entry of FAMILIES for a model. Raises UserError, before any weight is loaded, for a model of none of them."""
+    name = pipeline_class_of(path)
+    if name not in FAMILIES:
+        raise UserError(
+            f"model {path} is a {name}, not a flow-matching model that is supported here; "
+            f"these are: {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[name]
+
+
+def load_family(path: str, dtype: torch.dtype, device: torch.device, **options: Any) -> Family:
+    """Load a model by path or hub id, frozen. Raises UserError for a model that is not of a supported family."""
+    module, name = family_of(path)
+    return getattr(import_module(f".{module}", __name__), name).load(path, dtype, device, **options)

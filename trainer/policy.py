@@ -1,0 +1,183 @@
+"""A diffusers transformer with a peft LoRA as the core's `Policy`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from sfgrpo.export import fold
+from sfgrpo.noise import generator_for
+from sfgrpo.prompts import Prompt
+
+from .config import LoRAConfig
+from .errors import UserError
+from .families import Encoded, Family
+
+ADAPTER = "default"
+
+
+@dataclass
+class Conditioning:
+    """Encoded prompts: texts are encoded once each, prompts point at them."""
+
+    encoded: Encoded
+    positive: Tensor
+    """(P,) int64: row of each prompt."""
+    negative: Tensor
+    """(P,) int64: row of each prompt's negative prompt."""
+
+
+def encode_prompts(family: Family, prompts: Sequence[Prompt], needed: set[int], guided: bool) -> Conditioning:
+    """Encode the prompts whose index is in `needed`, each different text once; negatives only where guided."""
+    rows: dict[str, int] = {}
+    positive, negative = torch.full((len(prompts),), -1), torch.full((len(prompts),), -1)
+    for i in sorted(needed):
+        positive[i] = rows.setdefault(prompts[i].text, len(rows))
+        if guided:
+            negative[i] = rows.setdefault(prompts[i].negative, len(rows))
+    return Conditioning(family.encode(list(rows)), positive, negative)
+
+
+class LoRAPolicy:
+    """The policy of a run: `velocity` with the LoRA on, `reference_velocity` with it off."""
+
+    def __init__(self, family: Family, conditioning: Conditioning, *, guidance: float, dtype: torch.dtype) -> None:
+        """guidance: 1 is off. dtype: of the forward passes; below float32 they run under autocast."""
+        self.family, self.conditioning, self.guidance, self.dtype = family, conditioning, guidance, dtype
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Tensor) -> Tensor:
+        """See sfgrpo.policy.Policy; cond (B,) indexes the prompts."""
+        device, c = x.device, self.conditioning
+        cond = cond.to(c.positive.device)
+        rows = c.positive[cond]
+        if self.guidance > 1:
+            rows = torch.cat([c.negative[cond], rows])
+            x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
+        tensors = c.encoded.rows(rows, device, self.dtype)
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+            v = self.family.velocity(x.to(self.dtype), sigma, tensors)
+        if self.guidance > 1:
+            negative, positive = v.float().chunk(2)
+            v = negative + self.guidance * (positive - negative)
+        return v
+
+    def reference_velocity(self, x: Tensor, sigma: Tensor, cond: Tensor) -> Tensor:
+        """The velocity with the LoRA switched off."""
+        with self.adapter_off():
+            return self.velocity(x, sigma, cond)
+
+    @contextmanager
+    def adapter_off(self) -> Iterator[None]:
+        """The base model inside the block."""
+        self.family.transformer.disable_adapters()
+        try:
+            yield
+        finally:
+            self.family.transformer.enable_adapters()
+
+    @contextmanager
+    def guided(self, guidance: float) -> Iterator[None]:
+        """Another guidance inside the block, for evaluation."""
+        before, self.guidance = self.guidance, guidance
+        try:
+            yield
+        finally:
+            self.guidance = before
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """See sfgrpo.policy.Policy."""
+        with torch.no_grad():
+            return self.family.decode(latents)
+
+    def trainable_parameters(self) -> list[Tensor]:
+        """The LoRA's factors."""
+        return [p for p in self.family.transformer.parameters() if p.requires_grad]
+
+
+def lora_layers(family: Family) -> dict[str, LoraLayer]:
+    """Module name -> the LoRA layer on it."""
+    return {n: m for n, m in family.transformer.named_modules() if isinstance(m, LoraLayer)}
+
+
+def add_lora(family: Family, config: LoRAConfig, seed: int) -> None:
+    """Put a LoRA on the transformer, A drawn from `seed` and B zero, or both from a file to continue from.
+
+    The factors are float32 and the only parameters with a gradient. Raises UserError for a file that does not fit.
+    """
+    targets = family.targets(config.targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator_for(seed, "lora").initial_seed())
+        family.transformer.add_adapter(
+            PeftLoraConfig(r=config.rank, lora_alpha=config.alpha or config.rank, target_modules=targets)
+        )
+    for parameter in family.transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if config.continue_from is not None:
+        read_lora(family, config.continue_from)
+
+
+def scale_of(family: Family) -> float:
+    """alpha / rank of the LoRA on the transformer."""
+    return next(iter(lora_layers(family).values())).scaling[ADAPTER]
+
+
+def lora_state(family: Family, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The LoRA as the state dict of a LoRA file, its scale folded in."""
+    factors = {
+        family.export_name(name): (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+        for name, layer in lora_layers(family).items()
+    }
+    return fold(factors, scale_of(family), dtype)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"LoRA file {path} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"LoRA file {path} cannot be read: {error}") from None
+
+
+def load_lora(family: Family, path: Path) -> None:
+    """Load any LoRA file that diffusers knows onto the transformer, at strength 1.0.
+
+    Raises UserError where it is missing, damaged or does not fit the model.
+    """
+    state = _read(path)
+    try:
+        family.pipeline.load_lora_weights(state, adapter_name=ADAPTER)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise UserError(f"LoRA file {path} does not fit this model: {str(error).splitlines()[0]}") from None
+    if not lora_layers(family):
+        raise UserError(f"LoRA file {path} has no weight for the transformer of this model")
+
+
+def read_lora(family: Family, path: Path) -> None:
+    """Copy a LoRA file that this trainer wrote onto the adapter.
+
+    Raises UserError where it is missing, damaged, of another rank or of other modules.
+    """
+    state = _read(path)
+    wanted = lora_state(family)
+    if state.keys() != wanted.keys():
+        odd = sorted(state.keys() ^ wanted.keys())[0]
+        raise UserError(f"LoRA file {path} is for other modules than lora.targets names (first difference: {odd})")
+    for name, layer in lora_layers(family).items():
+        a = state[f"{family.export_name(name)}.lora_A.weight"]
+        b = state[f"{family.export_name(name)}.lora_B.weight"]
+        if a.shape != layer.lora_A[ADAPTER].weight.shape or b.shape != layer.lora_B[ADAPTER].weight.shape:
+            raise UserError(f"LoRA file {path} has rank {len(a)}; set lora.rank to it")
+        layer.lora_A[ADAPTER].weight.data.copy_(a)
+        layer.lora_B[ADAPTER].weight.data.copy_(b.float() / scale_of(family))

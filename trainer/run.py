@@ -1,0 +1,319 @@
+"""A training run: set up, iterate, evaluate, write. `prepare` checks all that can be checked before weights load."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from sfgrpo import __version__
+from sfgrpo.export import file_hash, save_lora
+from sfgrpo.loop import StepwiseGRPO
+from sfgrpo.prompts import Prompt, pick_prompts, read_prompts
+from sfgrpo.rewards import mix
+
+from .config import RunConfig, to_toml
+from .ema import EMA
+from .errors import UserError
+from .evaluate import Evaluation, evaluate, tile
+from .families import Family, family_of, load_family
+from .policy import LoRAPolicy, add_lora, encode_prompts, lora_state
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FREE_BYTES = 500_000_000
+
+
+@dataclass
+class Prepared:
+    """What is known of a run before its model is loaded."""
+
+    config: RunConfig
+    out: Path
+    prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    device: torch.device
+
+
+@dataclass
+class Result:
+    """What a run leaves."""
+
+    out: Path
+    """The run folder."""
+    start: Evaluation
+    end: Evaluation
+    iterations: int
+    seconds: float
+    """Of the whole run, loading and evaluation included."""
+    best: float
+    """Highest eval total."""
+
+
+def prepare(config: RunConfig, out: Path) -> Prepared:
+    """Check settings, files, device and disk. Raises UserError, before anything heavy is loaded."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("this version trains in one process; start it with `sfgrpo train`, not `accelerate launch`")
+    family_of(config.model_path)
+    try:
+        prompts = read_prompts(config.prompts.file)
+        eval_prompts = read_prompts(config.eval.file) if config.eval.file else prompts
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if config.lora.continue_from is not None and not config.lora.continue_from.is_file():
+        raise UserError(f"LoRA file {config.lora.continue_from} (lora.continue_from) does not exist")
+    score = mix(config.rewards)
+    check_prompts(score, prompts, config.prompts.file)
+    check_prompts(mix(config.eval.rewards or config.rewards), eval_prompts, config.eval.file or config.prompts.file)
+    check_folder(out)
+    return Prepared(config, out, prompts, eval_prompts[: config.eval.max_prompts], pick_device(config.model.device))
+
+
+def check_prompts(score: Callable, prompts: list[Prompt], file: Path) -> None:
+    """Raise UserError for a prompt that a reward cannot score, by scoring blank images."""
+    for prompt in {p.text: p for p in prompts}.values():
+        try:
+            score(torch.full((1, 3, 32, 32), 0.5), [prompt.text], [dict(prompt.metadata)])
+        except ValueError as error:
+            raise UserError(f"{file}: {error}") from None
+
+
+def check_folder(out: Path) -> None:
+    """Make the run folder. Raises UserError where it holds another run, cannot be written, or the disk is full."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+        free = shutil.disk_usage(out).free
+    except OSError as error:
+        raise UserError(f"cannot write to the run folder {out}: {error.strerror or error}; choose another --out") from None
+    if free < FREE_BYTES:
+        raise UserError(f"only {free // 1_000_000} MB are free where {out} lies; a run needs {FREE_BYTES // 1_000_000} MB")
+    if (out / "metrics.jsonl").exists():
+        raise UserError(f"{out} already holds a run; choose another --out or remove it")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of this name, or accelerate's choice for `auto`. Raises UserError for one that is not there."""
+    if name == "auto":
+        from accelerate import PartialState
+
+        name = str(PartialState().device)
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def quiet() -> None:
+    """Silence what libraries print of their own; the progress bar and errors are what a user reads."""
+    warnings.filterwarnings("ignore")
+    for name in ("diffusers", "transformers", "accelerate", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+class Run:
+    """A run with its model loaded."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        config, self.prepared = prepared.config, prepared
+        self.config, self.out, self.device = config, prepared.out, prepared.device
+        self.started = time.time()
+        dtype = DTYPES[config.model.dtype]
+        self.family: Family = load_family(
+            config.model_path, dtype, self.device, max_sequence_length=config.model.max_sequence_length
+        )
+        s = config.sampling
+        self.latent_shape = self.family.latent_shape(s.height, s.width)
+        self.sigmas = self.family.sigmas(s.steps, s.height, s.width)
+        self.eval_sigmas = self.family.sigmas(config.eval.steps or s.steps, s.height, s.width)
+        self.prompts = prepared.prompts + prepared.eval_prompts
+        self.eval_index = range(len(prepared.prompts), len(self.prompts))
+        self.policy = LoRAPolicy(self.family, self._encode(), guidance=s.guidance, dtype=dtype)
+        add_lora(self.family, config.lora, config.seed)
+        if config.model.gradient_checkpointing:
+            self.family.transformer.enable_gradient_checkpointing()
+            # diffusers checkpoints only in train mode; these transformers have no dropout that it would switch on.
+            self.family.transformer.train()
+        parameters = self.policy.trainable_parameters()
+        o = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+        )
+        self.ema = EMA(parameters, config.lora.ema_decay)
+        self.eval_score = mix(config.eval.rewards or config.rewards)
+        self.loop = StepwiseGRPO(
+            self.policy,
+            mix(config.rewards),
+            self.optimizer,
+            sigmas=self.sigmas,
+            latent_shape=self.latent_shape,
+            config=config.grpo,
+            seed=config.seed,
+            device=self.device,
+            on_progress=self._progress,
+            after_update=self.ema.update,
+            scaler=torch.amp.GradScaler(self.device.type) if config.model.dtype == "fp16" else None,
+        )
+        self.bar: tqdm | None = None
+        self.reward = math.nan
+        self.best = -math.inf
+        self.evaluations: list[dict] = []
+        self.iterations_done = 0
+
+    def _encode(self):
+        """Encode every prompt that this run will use, then free the encoders."""
+        config, count = self.config, len(self.prepared.prompts)
+        needed = set(self.eval_index)
+        for iteration in range(config.iterations):
+            needed.update(pick_prompts(count, config.prompts.per_iteration, iteration, config.seed))
+            if len(needed) == len(self.prompts):
+                break
+        guided = max(config.sampling.guidance, config.eval.guidance or 1.0) > 1
+        conditioning = encode_prompts(self.family, self.prompts, needed, guided)
+        self.family.free_encoders()
+        return conditioning
+
+    def _progress(self, phase: str, done: int, total: int) -> None:
+        if self.bar is not None:
+            share = f" {100 * done // total:2d}%" if total else ""
+            self.bar.set_description_str(f"{phase}{share}, reward {self.reward:.3f}")
+
+    def evaluate(self, iteration: int) -> Evaluation:
+        """ODE samples of the averaged adapter; writes the grid and, where the score is the highest yet, `best`."""
+        config = self.config
+        guidance = config.eval.guidance or config.sampling.guidance
+        with self.ema.swapped_in(), self.policy.guided(guidance):
+            result = evaluate(
+                self.policy,
+                self.prompts,
+                self.eval_index,
+                self.eval_score,
+                sigmas=self.eval_sigmas,
+                latent_shape=self.latent_shape,
+                images_per_prompt=config.eval.images_per_prompt,
+                grid=config.eval.grid,
+                batch=config.eval.batch,
+                device=self.device,
+                on_progress=lambda done, total: self._progress("evaluate", done, total),
+            )
+        tile(result.images, result.captions).save(self.out / "samples" / f"{iteration:05d}.png")
+        self._log("evals.jsonl", {"iteration": iteration, "scores": result.scores, "counts": result.counts})
+        self.evaluations.append({"iteration": iteration, "scores": result.scores})
+        if iteration and result.scores["total"] > self.best:
+            self.best = result.scores["total"]
+            self.save("best", iteration)
+        return result
+
+    def save(self, name: str, iteration: int) -> Path:
+        """Write the averaged adapter as `<name>.safetensors`."""
+        path = self.out / f"{name}.safetensors"
+        config = self.config
+        with self.ema.swapped_in():
+            state = lora_state(self.family)
+        metadata = {
+            "format": "pt",
+            "software": f"stepwise-grpo {__version__}",
+            "base_model": config.model.path,
+            "rank": str(config.lora.rank),
+            "alpha": "folded into lora_B",
+            "iteration": str(iteration),
+            "prompts_sha256": file_hash(config.prompts.file),
+            "config": to_toml(config),
+        }
+        save_lora(state, path, metadata)
+        return path
+
+    def _log(self, file: str, row: dict) -> None:
+        with (self.out / file).open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(row) + "\n")
+
+    def train(self) -> Result:
+        """All iterations, with evaluations, saves and the report."""
+        from .report import write_report
+
+        config = self.config
+        (self.out / "samples").mkdir(exist_ok=True)
+        (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        writer = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(self.out))
+        bar = self.bar = tqdm(total=config.iterations, unit="it", dynamic_ncols=True, smoothing=0.1, leave=True, file=sys.stderr)
+        try:
+            start = end = self.evaluate(0)
+            begun = time.time()
+            for iteration in range(config.iterations):
+                self._set_lr(iteration)
+                index = pick_prompts(len(self.prepared.prompts), config.prompts.per_iteration, iteration, config.seed)
+                done = self.loop.iterate(iteration, self.prompts, index)
+                self.reward = done.metrics["reward"]
+                if iteration == 0 and config.grpo.updates == 1:
+                    bar.write(
+                        f"largest |ratio - 1| before the first update: {done.metrics['ratio/first_error']:.1e} "
+                        "(with grpo.updates = 1 the ratio is always 1)"
+                    )
+                row = {"iteration": iteration, "lr": self.optimizer.param_groups[0]["lr"], **done.metrics}
+                self._log("metrics.jsonl", row)
+                if writer is not None:
+                    for name, value in row.items():
+                        if isinstance(value, (int, float)):
+                            writer.add_scalar(name, value, iteration)
+                bar.update()
+                last = iteration + 1 == config.iterations
+                if config.max_minutes is not None and time.time() - begun > 60 * config.max_minutes:
+                    last = True
+                self.iterations_done = iteration + 1
+                if last or (iteration + 1) % config.save_every == 0:
+                    self.save("last", iteration + 1)
+                if last or (iteration + 1) % config.eval.every == 0:
+                    tile(done.images[: config.eval.grid]).save(self.out / "samples" / f"{iteration + 1:05d}_rollout.png")
+                    end = self.evaluate(iteration + 1)
+                    write_report(self.out)
+                if last:
+                    break
+        except BaseException:
+            if self.iterations_done:
+                bar.write(f"stopped; the LoRA so far is in {self.save('last', self.iterations_done)}")
+            raise
+        finally:
+            bar.close()
+            self.bar = None
+            if writer is not None:
+                writer.close()
+        return Result(self.out, start, end, self.iterations_done, time.time() - self.started, self.best)
+
+    def _set_lr(self, iteration: int) -> None:
+        warmup = self.config.optimizer.warmup
+        share = min(1.0, (iteration + 1) / warmup) if warmup else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.optimizer.lr * share
+
+
+def train(config: RunConfig, out: Path) -> Result:
+    """Prepare and run. Raises UserError for what the user can mend."""
+    prepared = prepare(config, out)
+    quiet()
+    run = Run(prepared)
+    return run.train()

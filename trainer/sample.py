@@ -1,0 +1,113 @@
+"""`sfgrpo sample`: deterministic ODE samples of fixed seeds, with or without a LoRA, as single files and a grid."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from sfgrpo.prompts import Prompt, read_prompts
+from sfgrpo.shapes import MODEL_DIR
+
+from .config import EMBEDDED
+from .errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are UserErrors: one line, exit code 2."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{self.prog}: {message}")
+
+
+def parser() -> Parser:
+    """The arguments of `sfgrpo sample`."""
+    p = Parser(prog="sfgrpo sample", description=__doc__)
+    p.add_argument("--model", default=EMBEDDED, help="diffusers folder, hub id, or `shapes` (default)")
+    p.add_argument("--lora", type=Path, help="LoRA file, at strength 1.0")
+    p.add_argument("--prompt", action="append", help="a prompt; may be given several times")
+    p.add_argument("--prompts", type=Path, help="prompt file, .txt or .jsonl")
+    p.add_argument("--negative", default="", help="negative prompt of --prompt, where guidance is above 1")
+    p.add_argument("--seeds", type=int, default=1, help="images of each prompt, seeds 0, 1, ...")
+    p.add_argument("--steps", type=int, default=20, help="ODE steps")
+    p.add_argument("--guidance", type=float, default=1.0, help="classifier-free guidance; 1 is off")
+    p.add_argument("--height", type=int, help="pixels; default: the model's own")
+    p.add_argument("--width", type=int, help="pixels; default: the model's own")
+    p.add_argument("--max-sequence-length", type=int, help="T5 tokens; default 256, `shapes` 0")
+    p.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--batch", type=int, default=16, help="images made at once")
+    p.add_argument("--out", type=Path, default=Path("samples"), help="folder of the images")
+    return p
+
+
+def main(arguments: list[str]) -> int:
+    """Make the images; returns the exit code."""
+    args = parser().parse_args(arguments)
+    prompts = _prompts(args)
+    for name in ("seeds", "steps", "batch"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} must be 1 or more")
+    if args.guidance < 1:
+        raise UserError("--guidance must be 1 (off) or more")
+    if args.lora is not None and not args.lora.is_file():
+        raise UserError(f"LoRA file {args.lora} does not exist")
+    embedded = args.model == EMBEDDED
+    model = str(MODEL_DIR) if embedded else args.model
+    from .families import family_of, load_family
+    from .run import DTYPES, pick_device, quiet
+
+    family_of(model)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {args.out}: {error.strerror}") from None
+    quiet()
+    from .evaluate import sample_images, tile
+    from .policy import LoRAPolicy, encode_prompts, load_lora
+
+    length = args.max_sequence_length if args.max_sequence_length is not None else (0 if embedded else 256)
+    dtype, device = DTYPES[args.dtype], pick_device(args.device)
+    family = load_family(model, dtype, device, max_sequence_length=length)
+    height, width = (given or own for given, own in zip((args.height, args.width), family.native_size, strict=True))
+    shape = family.latent_shape(height, width)
+    conditioning = encode_prompts(family, prompts, set(range(len(prompts))), args.guidance > 1)
+    if args.lora is not None:
+        load_lora(family, args.lora)
+    policy = LoRAPolicy(family, conditioning, guidance=args.guidance, dtype=dtype)
+    jobs = [(i, seed) for i in range(len(prompts)) for seed in range(args.seeds)]
+    images = torch.cat(
+        [
+            sample_images(
+                policy,
+                [i for i, _ in jobs[start : start + args.batch]],
+                [seed for _, seed in jobs[start : start + args.batch]],
+                sigmas=family.sigmas(args.steps, height, width),
+                latent_shape=shape,
+                device=device,
+            )
+            for start in range(0, len(jobs), args.batch)
+        ]
+    )
+    for (i, seed), image in zip(jobs, images, strict=True):
+        array = (image * 255).round().byte().movedim(0, -1).numpy()
+        Image.fromarray(array).save(args.out / f"{i:03d}_{seed:03d}.png")
+    captions = [prompts[i].text for i, _ in jobs]
+    tile(images, captions, columns=args.seeds if args.seeds > 1 else 4).save(args.out / "grid.png")
+    print(f"{len(images)} images and grid.png in {args.out}")
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    prompts = [Prompt(text, args.negative) for text in args.prompt or ()]
+    if args.prompts is not None:
+        try:
+            prompts += [replace(p, negative=p.negative or args.negative) for p in read_prompts(args.prompts)]
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    if not prompts:
+        raise UserError("give at least one --prompt TEXT or --prompts FILE")
+    return prompts
