@@ -1,4 +1,4 @@
-"""Plain measurements of a batch of images, to be watched beside the reward: a policy that hacks its reward shows here."""
+"""Plain measurements of a batch of images, watched beside the reward: a policy that hacks its reward shows here."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class EvalConfig:
     """Prompt file of held-out prompts; None evaluates on the first training prompts. Scores are also reported by the
     field `tag` of a .jsonl file. Relative to the run file."""
     rewards: dict[str, float] | None = None
-    """Name -> weight of the rewards that are evaluated; None takes the trained ones. The weighted sum chooses `best`."""
+    """Name -> weight of the rewards to evaluate; None takes the trained ones. Their weighted sum chooses `best`."""
     every: int = 20
     """Iterations between evaluations; there is also one at the start and one at the end."""
     images_per_prompt: int = 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from sfgrpo.kernels import Kernel
@@ -37,8 +37,14 @@ class Evaluation:
     """The prompts of `images`."""
 
 
+def eval_noise(text: str, seed: int, shape: tuple[int, ...]) -> Tensor:
+    """x_1 of image `seed` of a prompt: a function of the prompt's text and the seed alone."""
+    return torch.randn(shape, generator=generator_for("eval", seed, text))
+
+
 def sample_images(
     policy: LoRAPolicy,
+    prompts: Sequence[Prompt],
     index: Sequence[int],
     seeds: Sequence[int],
     *,
@@ -47,8 +53,8 @@ def sample_images(
     device: torch.device,
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """One ODE sample (B, 3, H, W) of prompt index[i] with seed seeds[i], for each i."""
-    x = torch.stack([torch.randn(latent_shape, generator=generator_for("eval", seed)) for seed in seeds])
+    """One ODE sample (B, 3, H, W) of prompts[index[i]] with seed seeds[i], for each i."""
+    x = torch.stack([eval_noise(prompts[i].text, j, latent_shape) for i, j in zip(index, seeds, strict=True)])
     trajectory = rollout(
         policy.velocity,
         x.to(device),
@@ -75,7 +81,7 @@ def evaluate(
     device: torch.device,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Score `images_per_prompt` samples of prompts[i] for i in index; image j of any prompt has seed j.
+    """Score `images_per_prompt` samples of prompts[i] for i in index; image j of a prompt has seed j.
 
     The samples of a prompt come batch by batch, all first images before all second ones.
     """
@@ -87,6 +93,7 @@ def evaluate(
         part = jobs[start : start + batch]
         images = sample_images(
             policy,
+            prompts,
             [i for i, _ in part],
             [j for _, j in part],
             sigmas=sigmas,
@@ -114,11 +121,12 @@ def tile(images: Tensor, captions: Sequence[str] | None = None, columns: int = 4
     """A grid of images (B, 3, H, W) in [0, 1], small ones enlarged, each with its caption below."""
     height, width = images.shape[-2:]
     factor = max(1, math.ceil(TILE / max(height, width)))
-    h, w, gap, text = height * factor, width * factor, 6, 16 if captions else 0
+    h, w, gap, text = height * factor, width * factor, 6, 18 if captions else 0
     columns = min(columns, len(images))
     rows = math.ceil(len(images) / columns)
     sheet = Image.new("RGB", (columns * (w + gap) + gap, rows * (h + text + gap) + gap), "white")
     draw = ImageDraw.Draw(sheet)
+    draw.font = ImageFont.load_default(size=12)
     for n, image in enumerate((images.clamp(0, 1) * 255).round().byte().movedim(1, -1).cpu().numpy()):
         x, y = gap + n % columns * (w + gap), gap + n // columns * (h + text + gap)
         sheet.paste(Image.fromarray(image).resize((w, h), Image.Resampling.NEAREST), (x, y))

@@ -7,23 +7,28 @@ import html
 import json
 import math
 from pathlib import Path
+from statistics import mean
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark; --ink: #1d2733; --soft: #5b6875; --line: #dde3e9; --ground: #fff; --card: #f6f8fa; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6ebf0; --soft: #9aa7b4; --line: #333d47; --ground: #14191f; --card: #1d242c; }} }}
-body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #e6ebf0; --soft: #9aa7b4; --line: #333d47; --ground: #14191f; --card: #1d242c; }}
+}}
+body {{ font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); }}
+body {{ max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }}
 h1 {{ font-size: 1.6rem; margin: 0; }} h2 {{ font-size: 1.15rem; margin: 2.2rem 0 .6rem; }}
 p.sub {{ color: var(--soft); margin: .2rem 0 1.2rem; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--line); text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; }} th {{ color: var(--soft); font-weight: 600; }}
-.pair {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 1.2rem; }}
+.pair {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 1.2rem; }}
 figure {{ margin: 0; }} figcaption {{ color: var(--soft); font-size: .9rem; margin: .3rem 0; }}
 img {{ width: 100%; height: auto; border: 1px solid var(--line); border-radius: 6px; background: #fff; }}
-pre {{ background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .8rem; overflow-x: auto; font-size: .85rem; }}
+pre {{ background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .8rem; }}
+pre {{ overflow-x: auto; font-size: .85rem; }}
 </style></head><body>
 <h1>{title}</h1><p class="sub">{subtitle}</p>
 {body}
@@ -55,6 +60,12 @@ def write_report(run: Path) -> Path:
     parts.append(_figure(run / "samples" / f"{first['iteration']:05d}.png", "before"))
     after = f"after {last['iteration']} iterations"
     parts.append(_figure(run / "samples" / f"{last['iteration']:05d}.png", after))
+    draw_before_after(
+        run / "samples" / f"{first['iteration']:05d}.png",
+        run / "samples" / f"{last['iteration']:05d}.png",
+        after,
+        run / "before_after.png",
+    )
     parts.append("</div><h2>Training</h2>")
     parts.append('<div class="pair">' + "".join(_figure(path, caption) for path, caption in plots) + "</div>")
     middle = [e["iteration"] for e in evals[1:-1]]
@@ -82,24 +93,42 @@ def write_report(run: Path) -> Path:
     return path
 
 
+def draw_before_after(before: Path, after: Path, caption: str, out: Path) -> None:
+    """Two grids side by side under their names, one picture to pass on."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    left, right = Image.open(before), Image.open(after)
+    head, gap = 30, 24
+    sheet = Image.new("RGB", (left.width + gap + right.width, head + max(left.height, right.height)), "white")
+    sheet.paste(left, (0, head))
+    sheet.paste(right, (left.width + gap, head))
+    draw = ImageDraw.Draw(sheet)
+    draw.font = ImageFont.load_default(size=18)
+    draw.text((6, 6), "before", fill="black")
+    draw.text((left.width + gap + 6, 6), caption, fill="black")
+    sheet.save(out)
+
+
 def _figure(path: Path, caption: str) -> str:
     if not path.exists():
         return ""
     data = base64.b64encode(path.read_bytes()).decode()
     text = html.escape(caption)
-    return (
-        f'<figure><img alt="{text}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'
-    )
+    return f'<figure><img alt="{text}" src="data:image/png;base64,{data}"><figcaption>{text}</figcaption></figure>'
 
 
 def _score_table(first: dict, best: dict, last: dict) -> str:
-    rows = [f"<table><tr><th>score</th><th>images</th><th>before</th><th>best (iteration {best['iteration']})</th>"
-            f"<th>end (iteration {last['iteration']})</th><th>change</th></tr>"]
+    rows = [
+        f"<table><tr><th>score</th><th>images</th><th>before</th><th>best (iteration {best['iteration']})</th>"
+        f"<th>end (iteration {last['iteration']})</th><th>change</th></tr>"
+    ]
     names = list(first["scores"])
     # One reward of weight 1 makes the total a repetition of it.
     others = [n for n in names if n.split("/")[0] != "total"]
     same = {n.split("/")[0] for n in others}
-    if len(same) == 1 and all(first["scores"][n] == first["scores"]["/".join(["total", *n.split("/")[1:]])] for n in others):
+    if len(same) == 1 and all(
+        first["scores"][n] == first["scores"]["/".join(["total", *n.split("/")[1:]])] for n in others
+    ):
         names = others
     for name in names:
         a, b, c = (e["scores"].get(name, math.nan) for e in (first, best, last))
@@ -113,7 +142,7 @@ def _score_table(first: dict, best: dict, last: dict) -> str:
 def _seconds_table(metrics: list[dict]) -> str:
     names = [k for k in metrics[0] if k.startswith("seconds/")]
     rows = "".join(
-        f"<tr><td>{html.escape(n.removeprefix('seconds/'))}</td><td>{sum(m[n] for m in metrics) / len(metrics):.2f}</td></tr>"
+        f"<tr><td>{html.escape(n.removeprefix('seconds/'))}</td><td>{mean(m[n] for m in metrics):.2f}</td></tr>"
         for n in names
     )
     return f"<table><tr><th>phase</th><th>seconds an iteration</th></tr>{rows}</table>"
@@ -165,9 +194,8 @@ def draw_plots(folder: Path, metrics: list[dict], evals: list[dict]) -> list[tup
         ax = figure.subplots()
         shown = metrics[-20:]
         steps = range(len(shown[0]["gain"]))
-        mean = [sum(m["gain"][k] for m in shown) / len(shown) for k in steps]
-        size = [sum(m["gain_abs"][k] for m in shown) / len(shown) for k in steps]
-        ax.bar([k - 0.2 for k in steps], mean, 0.4, label="mean gain")
+        ax.bar([k - 0.2 for k in steps], [mean(m["gain"][k] for m in shown) for k in steps], 0.4, label="mean gain")
+        size = [mean(m["gain_abs"][k] for m in shown) for k in steps]
         ax.bar([k + 0.2 for k in steps], size, 0.4, label="mean |gain|")
         ax.set_xlabel("denoising step, from noise to image")
         ax.set_xticks(list(steps))

@@ -97,9 +97,13 @@ def check_folder(out: Path) -> None:
             pass
         free = shutil.disk_usage(out).free
     except OSError as error:
-        raise UserError(f"cannot write to the run folder {out}: {error.strerror or error}; choose another --out") from None
+        raise UserError(
+            f"cannot write to the run folder {out}: {error.strerror or error}; choose another --out"
+        ) from None
     if free < FREE_BYTES:
-        raise UserError(f"only {free // 1_000_000} MB are free where {out} lies; a run needs {FREE_BYTES // 1_000_000} MB")
+        raise UserError(
+            f"only {free // 1_000_000} MB are free where {out} lies; a run needs {FREE_BYTES // 1_000_000} MB"
+        )
     if (out / "metrics.jsonl").exists():
         raise UserError(f"{out} already holds a run; choose another --out or remove it")
 
@@ -197,7 +201,8 @@ class Run:
     def _progress(self, phase: str, done: int, total: int) -> None:
         if self.bar is not None:
             share = f" {100 * done // total:2d}%" if total else ""
-            self.bar.set_description_str(f"{phase}{share}, reward {self.reward:.3f}")
+            reward = "" if math.isnan(self.reward) else f", reward {self.reward:.3f}"
+            self.bar.set_description_str(f"{phase}{share}{reward}")
 
     def evaluate(self, iteration: int) -> Evaluation:
         """ODE samples of the averaged adapter; writes the grid and, where the score is the highest yet, `best`."""
@@ -260,7 +265,9 @@ class Run:
             from torch.utils.tensorboard import SummaryWriter
 
             writer = SummaryWriter(str(self.out))
-        bar = self.bar = tqdm(total=config.iterations, unit="it", dynamic_ncols=True, smoothing=0.1, leave=True, file=sys.stderr)
+        bar = self.bar = tqdm(
+            total=config.iterations, unit="it", dynamic_ncols=True, smoothing=0.1, leave=True, file=sys.stderr
+        )
         try:
             start = end = self.evaluate(0)
             begun = time.time()
@@ -288,7 +295,9 @@ class Run:
                 if last or (iteration + 1) % config.save_every == 0:
                     self.save("last", iteration + 1)
                 if last or (iteration + 1) % config.eval.every == 0:
-                    tile(done.images[: config.eval.grid]).save(self.out / "samples" / f"{iteration + 1:05d}_rollout.png")
+                    tile(done.images[: config.eval.grid]).save(
+                        self.out / "samples" / f"{iteration + 1:05d}_rollout.png"
+                    )
                     end = self.evaluate(iteration + 1)
                     write_report(self.out)
                 if last:

@@ -83,6 +83,7 @@ def main(arguments: list[str]) -> int:
         [
             sample_images(
                 policy,
+                prompts,
                 [i for i, _ in jobs[start : start + args.batch]],
                 [seed for _, seed in jobs[start : start + args.batch]],
                 sigmas=family.sigmas(args.steps, height, width),

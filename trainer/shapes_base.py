@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from transformers import (
     T5EncoderModel,
 )
 
+from sfgrpo.schedule import shift_static
 from sfgrpo.shapes.captions import CATEGORIES, all_captions
 from sfgrpo.shapes.scenes import render, scenes_for
 
@@ -184,7 +186,9 @@ def to_model(pictures: Tensor) -> Tensor:
     return (pictures.float() / 127.5 - 1).to(memory_format=torch.channels_last)
 
 
-def train_vae(pictures: Tensor, seconds: float, generator: torch.Generator, log) -> tuple[AutoencoderTiny, float, float]:
+def train_vae(
+    pictures: Tensor, seconds: float, generator: torch.Generator, log
+) -> tuple[AutoencoderTiny, float, float]:
     """Train the autoencoder; returns it with the shift and scale that make its latents mean 0 and std 1.
 
     Noise on the latents in training keeps the decoder smooth where the flow model will be a little off.
@@ -238,8 +242,37 @@ def build_optimizers(model: FlowModel, lr: float) -> list[torch.optim.Optimizer]
     ]
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One cosine cycle of flow training."""
+
+    minutes: float
+    lr: float
+    logit_normal: bool
+    """Times: sigmoid of a normal, or else uniform; then shifted."""
+    shift: float
+    """Static shift of the times towards noise."""
+
+
+def draw_sigmas(stage: Stage, count: int, generator: torch.Generator) -> Tensor:
+    """Training times (count,) of a stage."""
+    if stage.logit_normal:
+        sigma = torch.sigmoid(torch.randn(count, generator=generator))
+    else:
+        sigma = torch.rand(count, generator=generator)
+    return shift_static(sigma, stage.shift)
+
+
 def train_flow(args, tokenizer, latents: Tensor, index: Tensor, state_file: Path, log) -> FlowModel:
-    """Flow matching on (latent, caption) pairs for args.minutes; returns the EMA of the weights."""
+    """Flow matching on (latent, caption) pairs in two stages; returns the EMA of the weights.
+
+    Logit-normal times learn shapes and colours fast, but hardly see sigma > 0.9, where the layout, and with it the
+    number of shapes, is decided; the second stage has the times at which the model is sampled.
+    """
+    stages = (
+        Stage(args.minutes, args.lr, True, 1.5),
+        Stage(args.finish_minutes, args.finish_lr, False, 3.0),
+    )
     generator = torch.Generator().manual_seed(args.seed + 1)
     torch.manual_seed(args.seed + 2)
     model, ema = FlowModel(tokenizer), FlowModel(tokenizer)
@@ -249,7 +282,7 @@ def train_flow(args, tokenizer, latents: Tensor, index: Tensor, state_file: Path
     texts = [c.text for c in all_captions()] + [""]
     ids = tokenizer(texts, padding="max_length", max_length=CONTEXT_LENGTH, return_tensors="pt").input_ids
     optimizers = build_optimizers(model, args.lr)
-    step, spent = 0, 0.0
+    step, spent, first = 0, 0.0, 0
     if args.resume and state_file.exists():
         state = torch.load(state_file, weights_only=True)
         model.load_state_dict(state["model"])
@@ -257,52 +290,56 @@ def train_flow(args, tokenizer, latents: Tensor, index: Tensor, state_file: Path
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         generator.set_state(state["generator"])
-        step, spent = state["step"], state["spent"]
+        step, spent, first = state["step"], state["spent"], state["stage"]
     if args.compile:
         model.transformer.compile()
-    start, saved, running = time.time() - spent, time.time(), None
-    while (share := (time.time() - start) / (60 * args.minutes)) < 1:
-        lr = args.lr * min(1, (step + 1) / 200) * max(0.5 * (1 + math.cos(math.pi * share)), 0.01)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-        pick = torch.randint(len(latents), (args.batch,), generator=generator)
-        clean = latents[pick].float()
-        noise = torch.randn(clean.shape, generator=generator)
-        # Logit-normal times, shifted to the noisy side, where the layout of a scene is decided.
-        sigma = torch.sigmoid(torch.randn(args.batch, generator=generator))
-        sigma = args.shift * sigma / (1 + (args.shift - 1) * sigma)
-        drop = torch.rand(args.batch, generator=generator) < DROP_CAPTION
-        caption = torch.where(drop, len(texts) - 1, index[pick])
-        # n zero tokens: none in half of the batches, else 1 to 333, uniform in log n.
-        draw = torch.rand(2, generator=generator).tolist()
-        attention.bias = torch.zeros(1, 1, 1, 16 + CONTEXT_LENGTH + 1)
-        attention.bias[..., -1] = -1e4 if draw[0] < 0.5 else math.log(333) * draw[1]
-        mix = sigma.view(-1, 1, 1, 1)
-        with torch.autocast("cpu", torch.bfloat16):
-            velocity = model((1 - mix) * clean + mix * noise, sigma, ids[caption])
-        loss = (velocity.float() - (noise - clean)).square().mean()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        step += 1
-        decay = min(0.9995, (1 + step) / (10 + step))
-        with torch.no_grad():
-            torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
-        running = loss.item() if running is None else running + 0.01 * (loss.item() - running)
-        if step % 100 == 0:
-            log(phase="flow", step=step, loss=round(running, 4), lr=lr, minutes=round((time.time() - start) / 60, 2))
-        if time.time() - saved > 120:
-            saved = time.time()
-            save_state(state_file, model, ema, optimizers, generator, step, time.time() - start)
-    save_state(state_file, model, ema, optimizers, generator, step, time.time() - start)
+    running = None
+    for number in range(first, len(stages)):
+        stage, begun, start, saved = stages[number], step, time.time() - spent, time.time()
+        while (share := (time.time() - start) / (60 * stage.minutes)) < 1:
+            lr = stage.lr * min(1, (step - begun + 1) / 200) * max(0.5 * (1 + math.cos(math.pi * share)), 0.01)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+            pick = torch.randint(len(latents), (args.batch,), generator=generator)
+            clean = latents[pick].float()
+            noise = torch.randn(clean.shape, generator=generator)
+            sigma = draw_sigmas(stage, args.batch, generator)
+            drop = torch.rand(args.batch, generator=generator) < DROP_CAPTION
+            caption = torch.where(drop, len(texts) - 1, index[pick])
+            # n zero tokens: none in half of the batches, else 1 to 333, uniform in log n.
+            draw = torch.rand(2, generator=generator).tolist()
+            attention.bias = torch.zeros(1, 1, 1, 16 + CONTEXT_LENGTH + 1)
+            attention.bias[..., -1] = -1e4 if draw[0] < 0.5 else math.log(333) * draw[1]
+            mix = sigma.view(-1, 1, 1, 1)
+            with torch.autocast("cpu", torch.bfloat16):
+                velocity = model((1 - mix) * clean + mix * noise, sigma, ids[caption])
+            loss = (velocity.float() - (noise - clean)).square().mean()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+            step += 1
+            decay = min(0.9995, (1 + step) / (10 + step))
+            with torch.no_grad():
+                torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
+            running = loss.item() if running is None else running + 0.01 * (loss.item() - running)
+            if step % 100 == 0:
+                minutes = round((time.time() - start) / 60, 2)
+                log(phase="flow", stage=number, step=step, loss=round(running, 4), lr=lr, minutes=minutes)
+            if time.time() - saved > 120:
+                saved = time.time()
+                save_state(state_file, model, ema, optimizers, generator, step, number, time.time() - start)
+        spent = 0.0
+        save_state(state_file, model, ema, optimizers, generator, step, number + 1, spent)
     return ema
 
 
-def save_state(path: Path, model, ema, optimizers, generator: torch.Generator, step: int, spent: float) -> None:
+def save_state(
+    path: Path, model, ema, optimizers, generator: torch.Generator, step: int, stage: int, spent: float
+) -> None:
     """Write what a resumed run needs, whole or not at all."""
     state = {
         "model": model.state_dict(),
@@ -310,6 +347,7 @@ def save_state(path: Path, model, ema, optimizers, generator: torch.Generator, s
         "optimizers": [o.state_dict() for o in optimizers],
         "generator": generator.get_state(),
         "step": step,
+        "stage": stage,
         "spent": spent,
     }
     part = path.with_suffix(".part")
@@ -341,12 +379,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the finished model")
     parser.add_argument("--work", type=Path, default=Path("runs/shapes_base"), help="folder of states and log")
-    parser.add_argument("--minutes", type=float, default=62, help="minutes of flow training")
+    parser.add_argument("--minutes", type=float, default=53, help="minutes of the first stage of flow training")
     parser.add_argument("--vae-minutes", type=float, default=4.5, help="minutes of autoencoder training")
     parser.add_argument("--scenes", type=int, default=200_000, help="rendered pictures")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--shift", type=float, default=1.5, help="shift of the training times")
+    parser.add_argument("--finish-minutes", type=float, default=16, help="minutes of the second stage")
+    parser.add_argument("--finish-lr", type=float, default=8e-4, help="learning rate of the second stage")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--no-compile", dest="compile", action="store_false")

@@ -12,7 +12,7 @@ from torch import Tensor
 def jpeg_size_reward(
     images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping] | None = None, *, quality: int = 95
 ) -> Tensor:
-    """Size of each (3, H, W) image in [0, 1] as JPEG, in kilobytes (1000 bytes), (B,). Use a negative weight to shrink."""
+    """Size of each (3, H, W) image in [0, 1] as JPEG, (B,) kilobytes of 1000 bytes; a negative weight shrinks it."""
     from PIL import Image
 
     sizes = []

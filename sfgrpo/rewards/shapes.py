@@ -21,15 +21,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..shapes.captions import COLOUR_NAMES, SHAPES, Caption, parse
+from ..shapes.captions import SHAPES, Caption, parse
 from ..shapes.scenes import AREAS, CENTROIDS, PALETTE, coverage, holds
 
 FOREGROUND = 0.3
 """Least RGB distance (of at most sqrt 3) from the ground."""
 
 MIN_AREA = 6.0
-"""Components of less covered area, in pixels, are specks; a picture may hold SPECKS of them."""
-SPECKS = 0
+"""Components of less covered area, in pixels, are specks: no objects, but a picture with one does not pass."""
 
 IOU_RAMP = (0.70, 0.88)
 """Soft IoU with the best template: 0 below the first, 1 above the second."""
@@ -163,51 +162,52 @@ class Verdict:
 def verify(images: Tensor, captions: Sequence[Caption]) -> Verdict:
     """Hold (N, 3, H, W) pictures in [0, 1] against one caption each."""
     found = find_objects(images)
-    strict, soft = torch.zeros(len(images)), torch.zeros(len(images))
-    specks = torch.bincount(found.image[found.area < MIN_AREA], minlength=len(images))
+    large = (found.area >= MIN_AREA).numpy()
     by_image: list[list[int]] = [[] for _ in captions]
-    for m in (found.area >= MIN_AREA).nonzero().flatten().tolist():
-        by_image[found.image[m]].append(m)
-    for i, (caption, members) in enumerate(zip(captions, by_image, strict=True)):
-        matches, chosen = _match(found, members, caption)
+    flawed = [False] * len(captions)
+    for m, image in enumerate(found.image.tolist()):
+        if large[m]:
+            by_image[image].append(m)
+        else:
+            flawed[image] = True
+    shape, colour = found.shape_quality.numpy(), found.colour_quality.numpy()
+    scores = []
+    for caption, members, speck in zip(captions, by_image, flawed, strict=True):
+        matches, chosen = _match(shape[members], colour[members], caption)
         asked, seen = caption.count, len(members)
         partial = sum(matches) / asked * min(1.0, asked / max(seen, 1))
-        exact = seen == asked and min(matches) >= CLEAN and int(specks[i]) <= SPECKS
-        if caption.relation is not None:
-            first, second = chosen
-            related = first is not None and second is not None and bool(
-                holds(
-                    torch.tensor([caption.relation]),
-                    found.centre[first : first + 1],
-                    found.centre[second : second + 1],
-                    RELATION_OFFSET,
-                )
-            )
-            partial *= 1.0 if related else 0.5
-            exact = exact and related
-        strict[i] = float(exact)
-        soft[i] = partial**2 * (1.0 if exact else 0.5)
+        exact = seen == asked and min(matches) >= CLEAN and not speck
+        if caption.relation is not None and not _related(found, members, chosen, caption.relation):
+            partial, exact = partial / 2, False
+        scores.append((float(exact), partial**2 * (1.0 if exact else 0.5)))
+    strict, soft = torch.tensor(scores, dtype=torch.float32).reshape(-1, 2).unbind(1)
     return Verdict(strict, soft)
 
 
-def _match(found: Objects, members: list[int], caption: Caption) -> tuple[list[float], list[int | None]]:
+def _match(shape, colour, caption: Caption) -> tuple[list[float], list[int | None]]:
     """Give each asked object its best component, at most one each; the best assignment of all.
 
-    Returns the match in [0, 1] of each asked object and the component given to it.
+    shape, colour: qualities (seen, kinds) of the components of one picture. Returns the match in [0, 1] of each asked
+    object, and which component was given to it.
     """
     from scipy.optimize import linear_sum_assignment
 
     asked = [(s, c) for s, c, number in caption.objects for _ in range(number)]
-    if not members:
-        return [0.0] * len(asked), [None] * len(asked)
-    shape, colour = found.shape_quality[members], found.colour_quality[members]
-    columns = [shape[:, s] * (colour.amax(-1) if c is None else colour[:, c]) for s, c in asked]
-    quality = torch.stack(columns).numpy()
-    rows, picks = linear_sum_assignment(quality, maximize=True)
     matches, chosen = [0.0] * len(asked), [None] * len(asked)
-    for r, p in zip(rows, picks, strict=True):
-        matches[r], chosen[r] = float(quality[r, p]), members[p]
+    if len(shape):
+        anything = colour.max(axis=1)
+        quality = [shape[:, s] * (anything if c is None else colour[:, c]) for s, c in asked]
+        for r, p in zip(*linear_sum_assignment(quality, maximize=True), strict=True):
+            matches[r], chosen[r] = float(quality[r][p]), int(p)
     return matches, chosen
+
+
+def _related(found: Objects, members: list[int], chosen: list[int | None], relation: int) -> bool:
+    """Whether the two asked objects were found and stand in the relation."""
+    if None in chosen:
+        return False
+    first, second = found.centre[[members[p] for p in chosen]].split(1)
+    return bool(holds(torch.tensor([relation]), first, second, RELATION_OFFSET))
 
 
 def shapes_reward(

@@ -86,9 +86,7 @@ def split(name: str, categories: tuple[str, ...] = CATEGORIES) -> list[Caption]:
     if unknown:
         raise ValueError(f"unknown category {sorted(unknown)}; choose from {', '.join(CATEGORIES)}")
     chosen = [c for c in all_captions() if c.category in categories]
-    return [
-        c for c in chosen if c.category == "single_object" or is_held_out(c) == (name == "held_out")
-    ]
+    return [c for c in chosen if c.category == "single_object" or is_held_out(c) == (name == "held_out")]
 
 
 _BY_TEXT: dict[str, Caption] = {}

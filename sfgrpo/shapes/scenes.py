@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .captions import COLOUR_NAMES, RELATIONS, SHAPES, Caption
+from .captions import COLOUR_NAMES, Caption
 
 IMAGE_SIZE = 32
 """Side of a picture, pixels."""

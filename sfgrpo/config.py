@@ -1,0 +1,75 @@
+"""Settings of the algorithm, shared by the headless trainer and the ComfyUI node."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from .credit import CREDITS
+from .kernels import Kernel
+from .objective import STEP_WEIGHTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig:
+    """Settings of the algorithm. Raises ValueError for one outside its range, naming it."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    group_size: int = 24
+    """Images of one prompt that are compared with each other; at least 2."""
+    kernel: Kernel = field(default_factory=Kernel)
+    """Kernel of the stochastic steps."""
+    window_start: int = 0
+    """First step that injects noise and is trained on."""
+    window_stop: int | None = None
+    """Step before which the noise ends; None for all steps."""
+    substeps: int = 1
+    """Euler sub-steps of a clean estimate, T'; 1 is one-step Tweedie, the paper takes 5."""
+    credit: str = "gain"
+    """One of sfgrpo.credit.CREDITS."""
+    gae_lambda: float = 0.9
+    """Of credit `gain_gae`."""
+    ema_decay: float = 0.9
+    """Of credit `gain_ema`."""
+    step_weight: str = "none"
+    """One of sfgrpo.objective.STEP_WEIGHTS."""
+    clip_range: float = 1e-3
+    """eps of the clipped ratio; belongs to log-probabilities averaged over elements."""
+    kl_weight: float = 0.0
+    """beta of the KL term to the adapter-off model; 0 spares its forward pass."""
+    updates: int = 1
+    """Optimizer steps an iteration; each takes its share of the prompts."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    rollout_batch: int | None = None
+    """Latents in one forward pass of the rollout; None for all. The results do not depend on it."""
+    estimate_batch: int | None = None
+    """Latents in one forward pass of the estimates."""
+    decode_batch: int | None = 64
+    """Latents decoded and images scored at once."""
+    update_batch: int | None = None
+    """Steps of trajectories in one forward and backward pass of the update."""
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+
+        need(self.group_size >= 2, "group_size", "2 or more, for an advantage compares the members of a group")
+        need(self.substeps >= 1, "substeps", "1 or more")
+        need(self.credit in CREDITS, "credit", f"one of {', '.join(CREDITS)}")
+        need(self.step_weight in STEP_WEIGHTS, "step_weight", f"one of {', '.join(STEP_WEIGHTS)}")
+        need(0 <= self.gae_lambda <= 1, "gae_lambda", "from 0 to 1")
+        need(0 <= self.ema_decay < 1, "ema_decay", "from 0 to below 1")
+        need(0 < self.clip_range < 1, "clip_range", "above 0 and below 1")
+        need(0 <= self.kl_weight < math.inf, "kl_weight", "0 or more")
+        need(self.updates >= 1, "updates", "1 or more")
+        need(self.max_grad_norm > 0, "max_grad_norm", "above 0")
+        need(
+            self.kernel.name != "ode" and self.kernel.eta > 0,
+            "kernel",
+            "stochastic: ode or eta 0 leaves nothing to train on",
+        )
+        for name in ("rollout_batch", "estimate_batch", "decode_batch", "update_batch"):
+            need(getattr(self, name) is None or getattr(self, name) >= 1, name, "1 or more")

@@ -1,0 +1,222 @@
+"""Evaluation against a second computation with diffusers' own pipeline, and grids pixel by pixel."""
+
+import math
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline
+from sfgrpo_trainer.evaluate import eval_noise, evaluate, sample_images, tile
+from sfgrpo_trainer.families import load_family
+from sfgrpo_trainer.policy import LoRAPolicy, encode_prompts
+
+from sfgrpo.prompts import Prompt
+from sfgrpo.rewards import Scores, mix
+
+CPU = torch.device("cpu")
+PROMPTS = [
+    Prompt("a blue square", metadata={"tag": "unused"}),
+    Prompt("a circle", metadata={"tag": "one"}),
+    Prompt("two red circles", metadata={"tag": "two"}),
+    Prompt("a circle and a square"),
+    Prompt("a red circle", metadata={"tag": "one"}),
+]
+INDEX, IMAGES, STEPS = range(1, 5), 2, 3
+
+
+@pytest.fixture(scope="module")
+def policy(embedded):
+    family = load_family(str(embedded.path), torch.float32, CPU, max_sequence_length=0)
+    conditioning = encode_prompts(family, PROMPTS, set(range(len(PROMPTS))), False)
+    return LoRAPolicy(family, conditioning, guidance=1.0, dtype=torch.float32)
+
+
+def red_and_dark(images, prompts, metadata) -> Scores:
+    """Two smooth scores; the second also depends on the prompt's text and on what the line of its file holds."""
+    red = (images[:, 0] - images[:, 1:].mean(1)).flatten(1).mean(1)
+    words = torch.tensor([len(p.split()) + len(m.get("tag", "")) for p, m in zip(prompts, metadata, strict=True)])
+    dark = (1 - images.flatten(1).mean(1)) * words
+    return Scores(2 * red - dark, {"red": red, "dark": dark})
+
+
+def run(policy, score=red_and_dark, batch=32, grid=6, images_per_prompt=IMAGES):
+    family = policy.family
+    return evaluate(
+        policy,
+        PROMPTS,
+        INDEX,
+        score,
+        sigmas=family.sigmas(STEPS, 32, 32),
+        latent_shape=family.latent_shape(32, 32),
+        images_per_prompt=images_per_prompt,
+        grid=grid,
+        batch=batch,
+        device=CPU,
+    )
+
+
+@pytest.fixture(scope="module")
+def direct(embedded) -> dict[tuple[int, int], torch.Tensor]:
+    """(prompt, seed) -> image (1, 3, 32, 32), one at a time through the stock pipeline."""
+    pipe = StableDiffusion3Pipeline.from_pretrained(
+        embedded.path, torch_dtype=torch.float32, text_encoder_3=None, tokenizer_3=None
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return {
+        (i, seed): pipe(
+            PROMPTS[i].text,
+            num_inference_steps=STEPS,
+            guidance_scale=1.0,
+            max_sequence_length=0,
+            latents=eval_noise(PROMPTS[i].text, seed, (16, 8, 8)).unsqueeze(0),
+            output_type="pt",
+        ).images
+        for i in INDEX
+        for seed in range(IMAGES)
+    }
+
+
+def test_scores_are_those_of_a_direct_computation(policy, direct):
+    result = run(policy)
+    sums: dict[str, list[float]] = {}
+    for (i, _), image in direct.items():
+        tag = PROMPTS[i].metadata.get("tag")
+        scores = red_and_dark(image, [PROMPTS[i].text], [PROMPTS[i].metadata])
+        for name, value in {"total": scores.total, **scores.parts}.items():
+            for key in [name] + ([f"{name}/{tag}"] if tag else []):
+                sums.setdefault(key, []).append(value.item())
+    assert result.scores == pytest.approx({k: sum(v) / len(v) for k, v in sums.items()}, abs=1e-5)
+    assert result.counts == {k: len(v) for k, v in sums.items()}
+    assert result.counts["total"] == 8 and result.counts["red/one"] == 4 and result.counts["dark/two"] == 2
+
+
+def test_the_grid_shows_the_first_image_of_each_prompt_first(policy, direct):
+    result = run(policy, grid=6)
+    order = [(1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (2, 1)]
+    assert result.captions == [PROMPTS[i].text for i, _ in order]
+    torch.testing.assert_close(result.images, torch.cat([direct[key] for key in order]), rtol=0, atol=1e-5)
+    small = run(policy, grid=100)
+    assert len(small.images) == len(small.captions) == 8
+
+
+def test_results_do_not_depend_on_the_batch(policy):
+    whole = run(policy, batch=100)
+    for batch in (1, 3, 8):
+        part = run(policy, batch=batch)
+        assert part.scores == pytest.approx(whole.scores, abs=1e-5) and part.counts == whole.counts
+        torch.testing.assert_close(part.images, whole.images, rtol=0, atol=1e-5)
+        assert part.captions == whole.captions
+
+
+def test_scores_that_are_not_finite_are_left_out(policy):
+    def score(images, prompts, metadata) -> Scores:
+        values = [math.nan if p == "a red circle" else math.inf if p == "a circle" else float(len(p)) for p in prompts]
+        return Scores(torch.tensor(values), {"length": torch.tensor(values)})
+
+    result = run(policy, score)
+    assert result.counts == {"total": 4, "length": 4, "total/two": 2, "length/two": 2}
+    expected = (len("two red circles") + len("a circle and a square")) / 2
+    assert result.scores["total"] == expected and result.scores["length/two"] == len("two red circles")
+
+
+def test_the_real_rewards_are_weighted(policy, direct):
+    result = run(policy, mix({"jpeg_size": -1.0, "shapes": 0.5}))
+    assert result.scores["total"] == pytest.approx(
+        -result.scores["jpeg_size"] + 0.5 * result.scores["shapes"], rel=1e-5
+    )
+    images = torch.cat([direct[i, seed] for seed in range(IMAGES) for i in INDEX])
+    texts = [PROMPTS[i].text for _ in range(IMAGES) for i in INDEX]
+    again = mix({"jpeg_size": -1.0, "shapes": 0.5})(images, texts, [{}] * 8)
+    # A JPEG's size jumps by some bytes where rounding moves a pixel by a grey level.
+    assert result.scores["jpeg_size"] == pytest.approx(again.parts["jpeg_size"].mean().item(), abs=0.01)
+    assert result.scores["shapes"] == pytest.approx(again.parts["shapes"].mean().item(), abs=1e-3)
+
+
+def test_noise_depends_on_text_and_seed_alone(policy):
+    shape = (16, 8, 8)
+    assert torch.equal(eval_noise("a circle", 0, shape), eval_noise("a circle", 0, shape))
+    noises = [eval_noise(text, seed, shape) for text in ("a circle", "a cross") for seed in (0, 1)]
+    for i, one in enumerate(noises):
+        assert abs(one.mean()) < 0.15 and abs(one.std() - 1) < 0.1
+        for other in noises[:i]:
+            assert abs((one * other).mean()) < 0.15  # independent: 1 / sqrt(1024) is a standard deviation
+    grid = {"sigmas": policy.family.sigmas(STEPS, 32, 32), "latent_shape": shape, "device": CPU}
+    alone = sample_images(policy, PROMPTS, [2], [1], **grid)
+    among = sample_images(policy, PROMPTS, [4, 2, 1], [0, 1, 1], **grid)
+    torch.testing.assert_close(alone[0], among[1], rtol=0, atol=1e-5)
+
+
+def test_progress_is_told(policy):
+    told = []
+    family = policy.family
+    evaluate(
+        policy,
+        PROMPTS,
+        INDEX,
+        red_and_dark,
+        sigmas=family.sigmas(2, 32, 32),
+        latent_shape=(16, 8, 8),
+        images_per_prompt=1,
+        grid=1,
+        batch=3,
+        device=CPU,
+        on_progress=lambda done, total: told.append((done, total)),
+    )
+    assert told == [(0, 4), (3, 4)]
+
+
+def pixels(sheet) -> torch.Tensor:
+    """(H, W, 3) uint8."""
+    return torch.frombuffer(bytearray(sheet.tobytes()), dtype=torch.uint8).view(sheet.height, sheet.width, 3)
+
+
+def random_images(count: int, height: int, width: int):
+    levels = torch.randint(256, (count, 3, height, width), generator=torch.Generator().manual_seed(0))
+    return levels / 255, levels.to(torch.uint8).movedim(1, -1)
+
+
+def test_tile_enlarges_small_images_by_a_whole_factor():
+    images, levels = random_images(5, 32, 32)
+    sheet = pixels(tile(images, columns=3))
+    gap, side = 6, 128  # 32 pixels enlarged four times
+    assert sheet.shape == (2 * side + 3 * gap, 3 * side + 4 * gap, 3)
+    covered = torch.zeros(sheet.shape[:2], dtype=torch.bool)
+    for n in range(5):
+        y, x = gap + n // 3 * (side + gap), gap + n % 3 * (side + gap)
+        block = sheet[y : y + side, x : x + side]
+        assert torch.equal(block, levels[n].repeat_interleave(4, 0).repeat_interleave(4, 1))
+        covered[y : y + side, x : x + side] = True
+    assert bool((sheet[~covered] == 255).all())
+
+
+def test_tile_keeps_large_images_and_their_shape():
+    images, levels = random_images(2, 130, 40)
+    sheet = pixels(tile(images))
+    assert sheet.shape == (130 + 12, 2 * 40 + 3 * 6, 3)
+    assert torch.equal(sheet[6:136, 52:92], levels[1])
+    wide, _ = random_images(1, 20, 50)  # 50 -> 150 is the first multiple that reaches 128
+    assert tile(wide).size == (150 + 12, 60 + 12)
+
+
+def test_tile_writes_captions_below_and_inside_their_column():
+    images, levels = random_images(3, 64, 64)
+    bare, long = tile(images, columns=2), "a very long caption that does not fit below an image " * 3
+    sheet = tile(images, ["", "two words", long], columns=2)
+    extra = (sheet.height - bare.height) // 2  # two rows of captions
+    assert sheet.width == bare.width and 10 <= extra <= 30 and sheet.height == bare.height + 2 * extra
+    full = pixels(sheet)
+    row = 6 + 128 + extra
+    for n, (y, x) in enumerate([(6, 6), (6, 140), (row + 6, 6)]):
+        assert torch.equal(full[y : y + 128, x : x + 128], levels[n].repeat_interleave(2, 0).repeat_interleave(2, 1))
+
+    def ink(y, x) -> torch.Tensor:
+        return (full[y : y + extra, x : x + 128] < 255).any(-1)
+
+    assert not ink(134, 6).any() and ink(134, 140).any() and ink(row + 134, 6).any()
+    # The long one is cut before the image ends: nothing in the gap to its right or under the empty place beside it.
+    assert not (full[row + 134 :, 134:] < 255).any()
+
+
+def test_tile_clamps_and_rounds():
+    image = torch.tensor([-1.0, 0.0, 0.499 / 255, 0.501 / 255, 1.0, 2.0]).view(1, 1, 1, 6).expand(1, 3, 128, 6)
+    sheet = pixels(tile(image))
+    assert sheet[6, 6:12, 0].tolist() == [0, 0, 0, 1, 255, 255]

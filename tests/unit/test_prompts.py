@@ -1,0 +1,123 @@
+"""Prompt files and the choice of prompts."""
+
+import json
+import re
+
+import pytest
+
+from sfgrpo.prompts import Prompt, pick_prompts, read_prompts
+
+
+def written(tmp_path, name: str, content: str | bytes):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_txt_is_one_prompt_a_line(tmp_path):
+    path = written(tmp_path, "p.txt", 'a cat\n\n  a dog, running  \n \t \n{"prompt": 1}')
+    assert read_prompts(path) == [Prompt("a cat"), Prompt("a dog, running"), Prompt('{"prompt": 1}')]
+    assert read_prompts(str(path))[0].negative == "" and read_prompts(path)[0].metadata == {}
+
+
+@pytest.mark.parametrize("ending", ("\n", "\r\n", "\r"))
+@pytest.mark.parametrize("bom", (b"", b"\xef\xbb\xbf"))
+def test_byte_order_mark_and_line_endings(tmp_path, bom, ending):
+    content = bom + ending.join(("ein Bär", "", "猫", "")).encode()
+    assert [p.text for p in read_prompts(written(tmp_path, "p.txt", content))] == ["ein Bär", "猫"]
+    rows = ending.join(json.dumps({"prompt": text}, ensure_ascii=False) for text in ("ein Bär", "猫"))
+    assert [p.text for p in read_prompts(written(tmp_path, "p.jsonl", bom + rows.encode()))] == ["ein Bär", "猫"]
+
+
+def test_jsonl_has_negatives_and_metadata(tmp_path):
+    path = written(
+        tmp_path,
+        "p.jsonl",
+        '{"prompt": " two cats ", "negative_prompt": "dogs", "count": 2, "tags": ["a", {"b": null}]}\n\n'
+        '{"prompt": "sky"}\n',
+    )
+    first, second = read_prompts(path)
+    assert first == Prompt("two cats", "dogs", {"count": 2, "tags": ["a", {"b": None}]})
+    assert second == Prompt("sky", "", {})
+
+
+@pytest.mark.xfail(strict=True, reason="str.splitlines() also splits at U+2028, U+0085, form feed and others")
+@pytest.mark.parametrize("separator", ("\u2028", "\u2029", "\x85"))
+def test_jsonl_text_may_hold_other_unicode_separators(tmp_path, separator):
+    # Valid inside a JSON string as they are; json.dumps(..., ensure_ascii=False) writes them so.
+    row = json.dumps({"prompt": f"a{separator}b"}, ensure_ascii=False)
+    assert [p.text for p in read_prompts(written(tmp_path, "p.jsonl", row))] == [f"a{separator}b"]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    (
+        ("p.csv", "a", r"p\.csv must end in \.txt \(one prompt a line\) or \.jsonl"),
+        ("p.txt", "", r"p\.txt is empty; write at least one prompt"),
+        ("p.txt", " \n\r\n\t", r"p\.txt is empty"),
+        ("p.jsonl", b"\xef\xbb\xbf\n", r"p\.jsonl is empty"),
+        ("p.txt", b"\xff\xfea\x00", r"p\.txt cannot be read as UTF-8 text"),
+        ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": ', r"p\.jsonl, line 3: not JSON"),
+        ("p.jsonl", '["a"]', r'p\.jsonl, line 1: needs an object with a non-empty string "prompt"'),
+        ("p.jsonl", '"a"', r"line 1: needs an object"),
+        ("p.jsonl", '{"text": "a"}', r"line 1: needs an object"),
+        ("p.jsonl", '{"prompt": 3}', r"line 1: needs an object"),
+        ("p.jsonl", '{"prompt": "  "}', r"line 1: needs an object"),
+        (
+            "p.jsonl",
+            '{"prompt": "a"}\n{"prompt": "a", "negative_prompt": 3}',
+            r'line 2: "negative_prompt" must be a string',
+        ),
+    ),
+)
+def test_bad_files_are_named_with_their_line(tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=message):
+        read_prompts(written(tmp_path, name, content))
+
+
+def test_missing_files_and_folders(tmp_path):
+    with pytest.raises(ValueError, match=re.escape(f"prompt file {tmp_path / 'no.txt'} does not exist")):
+        read_prompts(tmp_path / "no.txt")
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(ValueError, match="folder.txt cannot be read"):
+        read_prompts(tmp_path / "folder.txt")
+
+
+@pytest.mark.parametrize("count, per_iteration", ((12, 3), (12, 1), (6, 6), (5, 1)))
+def test_an_epoch_takes_each_prompt_once(count, per_iteration):
+    per_epoch = count // per_iteration
+    for epoch in range(3):
+        picked = [
+            p for i in range(per_epoch) for p in pick_prompts(count, per_iteration, epoch * per_epoch + i, seed=4)
+        ]
+        assert sorted(picked) == list(range(count))
+
+
+def test_what_does_not_fill_an_iteration_is_left_to_the_next_epoch():
+    picks = [pick_prompts(7, 3, iteration, seed=0) for iteration in range(40)]
+    assert all(len(picked) == len(set(picked)) == 3 for picked in picks)
+    # Two iterations an epoch, without a prompt in common; one prompt is left over, not always the same.
+    epochs = [set(a) | set(b) for a, b in zip(picks[::2], picks[1::2], strict=True)]
+    assert all(len(epoch) == 6 for epoch in epochs)
+    assert {p for epoch in epochs for p in set(range(7)) - epoch} == set(range(7))
+
+
+def test_picks_are_a_pure_function_and_change_with_seed_and_epoch():
+    def epoch(number, seed):
+        return [p for i in range(4) for p in pick_prompts(20, 5, 4 * number + i, seed)]
+
+    assert epoch(2, 1) == epoch(2, 1)
+    assert epoch(2, 1) != epoch(3, 1) and epoch(2, 1) != epoch(2, 2)
+    assert epoch(0, 0) != list(range(20))
+
+
+@pytest.mark.parametrize("count, per_iteration", ((3, 3), (3, 4), (3, 6), (3, 8), (1, 2)))
+def test_prompts_repeat_evenly_where_an_iteration_takes_more_than_there_are(count, per_iteration):
+    rests = set()
+    for iteration in range(20):
+        picked = pick_prompts(count, per_iteration, iteration, seed=0)
+        assert len(picked) == per_iteration and picked == pick_prompts(count, per_iteration, iteration, seed=0)
+        often = [picked.count(p) for p in range(count)]
+        assert sum(often) == per_iteration and max(often) - min(often) <= 1
+        rests.add(tuple(often))
+    assert (len(rests) > 1) == (per_iteration % count > 0)
