@@ -39,8 +39,12 @@ def save_lora(state: Mapping[str, Tensor], path: str | Path, metadata: Mapping[s
 
     path = Path(path)
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(save(dict(state), metadata={k: str(v) for k, v in metadata.items()}))
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    data = save(dict(state), metadata={k: str(v) for k, v in metadata.items()})
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"prompt file {path} must end in .txt (one prompt a line) or .jsonl (one object a line)")
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise ValueError(f"prompt file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,17 @@ from .policy import Policy
 from .rollout import Trajectory, batches
 
 
+@dataclass
+class StepLosses:
+    """Losses of M steps."""
+
+    surrogate: Loss
+    kl: Tensor | None
+    """(M,) KL to the adapter-off model; None without a KL term."""
+    drift: Tensor
+    """(M,) |log-probability here - that of the rollout|, detached; rounding alone while the policy is unchanged."""
+
+
 def policy_loss(
     policy: Policy,
     trajectory: Trajectory,
@@ -25,11 +37,15 @@ def policy_loss(
     advantage: Tensor,
     weight: Tensor,
     config: GRPOConfig,
-) -> tuple[Loss, Tensor | None]:
-    """Loss of M steps (row, step) of the trajectories, with its graph, and their KL (M,), None without a KL term.
+    *,
+    unchanged: bool = False,
+) -> StepLosses:
+    """Losses of M steps (row, step) of the trajectories, with their graph.
 
-    row, step, advantage and weight are (M,) on the CPU. The policy's velocity is computed anew; the step's Gaussian and
-    the latent that was drawn from it then are the rollout's.
+    row, step, advantage and weight are (M,) on the CPU. The policy's velocity is computed anew, at the latents of the
+    rollout. unchanged: the policy is still that of the rollout. Its old log-probability then is what is computed here,
+    not what the rollout computed in other micro-batches: rounding of the velocity grows by 1 / std in the log-ratio, to
+    1e-5 and more where the steps are quiet, and the ratio must be 1.
     """
     device = trajectory.latents.device
     x, x_next = trajectory.latents[row, step], trajectory.latents[row, step + 1]
@@ -41,16 +57,17 @@ def policy_loss(
         with torch.no_grad():
             reference = config.kernel.transition(x, policy.reference_velocity(x, t, c), t, s)
         kl = transition.kl(reference)
+    log_prob, rollout_log_prob = transition.log_prob(x_next), trajectory.log_probs[row, step].to(device)
     loss = surrogate_loss(
-        transition.log_prob(x_next),
-        trajectory.log_probs[row, step].to(device),
+        log_prob,
+        log_prob.detach() if unchanged else rollout_log_prob,
         advantage.to(device),
         clip_range=config.clip_range,
         weight=weight.to(device),
         kl=kl,
         kl_weight=config.kl_weight,
     )
-    return loss, kl
+    return StepLosses(loss, kl, (log_prob.detach() - rollout_log_prob).abs())
 
 
 def update(
@@ -76,8 +93,8 @@ def update(
     entries = trained_entries(credit, trajectory.stds, config.kl_weight)
     parameters = list(policy.trainable_parameters())
     seen: dict[str, list[Tensor]] = defaultdict(list)
-    norms, skipped, first_error, done = [], 0, 0.0, 0
-    for number, chunk in enumerate(order.tensor_split(min(config.updates, groups))):
+    norms, skipped, done = [], 0, 0
+    for chunk in order.tensor_split(min(config.updates, groups)):
         chosen = torch.zeros(groups, dtype=torch.bool)
         chosen[chunk] = True
         # Sorted by step, so that a micro-batch holds many trajectories at few noise levels.
@@ -89,18 +106,27 @@ def update(
         optimizer.zero_grad(set_to_none=True)
         for part in batches(len(row), config.update_batch):
             on_batch(done, int(entries.sum()))
-            loss, kl = policy_loss(
-                policy, trajectory, cond, row[part], step[part], advantage[part], weights[step[part]], config
+            losses = policy_loss(
+                policy,
+                trajectory,
+                cond,
+                row[part],
+                step[part],
+                advantage[part],
+                weights[step[part]],
+                config,
+                unchanged=not norms,
             )
-            scaler.scale(loss.loss.sum() / denominator).backward()
-            seen["loss"].append(loss.loss.detach().cpu())
-            seen["ratio"].append(loss.ratio.cpu())
-            seen["clipped"].append(loss.clipped.float().cpu())
-            if kl is not None:
-                seen["kl"].append(kl.detach().cpu())
+            surrogate = losses.surrogate
+            scaler.scale(surrogate.loss.sum() / denominator).backward()
+            seen["loss"].append(surrogate.loss.detach().cpu())
+            seen["ratio"].append(surrogate.ratio.cpu())
+            seen["clipped"].append(surrogate.clipped.float().cpu())
+            if losses.kl is not None:
+                seen["kl"].append(losses.kl.detach().cpu())
+            if not norms:
+                seen["drift"].append(losses.drift.cpu())
             done += part.stop - part.start
-        if number == 0:
-            first_error = float((torch.cat(seen["ratio"]) - 1).abs().max())
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
         if torch.isfinite(norm):
@@ -116,7 +142,7 @@ def update(
         "loss": float(torch.cat(seen["loss"]).mean()) if seen["loss"] else 0.0,
         "ratio/mean": float(ratio.mean()),
         "ratio/max": float(ratio.max()),
-        "ratio/first_error": first_error,
+        "ratio/rounding": float(torch.cat(seen["drift"]).max()) if seen["drift"] else 0.0,
         "clipped": float(torch.cat(seen["clipped"]).mean()) if seen["clipped"] else 0.0,
         "grad_norm": sum(norms) / len(norms) if norms else 0.0,
         "updates": len(norms),

@@ -278,8 +278,8 @@ class Run:
                 self.reward = done.metrics["reward"]
                 if iteration == 0 and config.grpo.updates == 1:
                     bar.write(
-                        f"largest |ratio - 1| before the first update: {done.metrics['ratio/first_error']:.1e} "
-                        "(with grpo.updates = 1 the ratio is always 1)"
+                        "with grpo.updates = 1 the ratio is always 1 and nothing is clipped; rollout and update agree "
+                        f"to {done.metrics['ratio/rounding']:.1e} in log-probability"
                     )
                 row = {"iteration": iteration, "lr": self.optimizer.param_groups[0]["lr"], **done.metrics}
                 self._log("metrics.jsonl", row)

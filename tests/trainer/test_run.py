@@ -86,7 +86,7 @@ def test_what_a_run_prints(finished):
     process, evals = finished.process, rows(finished.out / "evals.jsonl")
     assert "3 iterations in 0 min" in process.stdout
     assert f"report   {Path('a & b') / 'report.html'}" in process.stdout
-    error = rows(finished.out / "metrics.jsonl")[0]["ratio/first_error"]
+    error = rows(finished.out / "metrics.jsonl")[0]["ratio/rounding"]
     assert f"largest |ratio - 1| before the first update: {error:.1e} " in process.stdout
     for name in ("jpeg_size", "shapes/tag1"):
         change = f"{evals[0]['scores'][name]:.3f} -> {evals[-1]['scores'][name]:.3f}"
@@ -100,7 +100,7 @@ def test_metrics_have_the_documented_keys_and_finite_values(finished):
     metrics = rows(finished.out / "metrics.jsonl")
     assert [row["iteration"] for row in metrics] == [0, 1, 2]
     documented = {"iteration", "lr", "reward", "reward_std", "gain", "gain_abs", "dead_groups", "dropped_rewards"}
-    documented |= {"ratio/first_error", "ratio/mean", "ratio/max", "clipped", "loss", "grad_norm", "updates"}
+    documented |= {"ratio/rounding", "ratio/mean", "ratio/max", "clipped", "loss", "grad_norm", "updates"}
     documented |= {"updates_skipped", "brightness", "sharpness", "diversity"}
     documented |= {f"reward/{name}{end}" for name in ("jpeg_size", "shapes") for end in ("", "_std")}
     documented |= {f"seconds/{phase}" for phase in ("sample", "estimate", "score", "update")}
@@ -109,7 +109,7 @@ def test_metrics_have_the_documented_keys_and_finite_values(finished):
         assert all(math.isfinite(x) for x in numbers(row))
         assert len(row["gain"]) == len(row["gain_abs"]) == STEPS
         assert all(size >= abs(mean) for mean, size in zip(row["gain"], row["gain_abs"], strict=True))
-        assert row["ratio/first_error"] <= FIRST_ERROR and row["clipped"] == 0
+        assert row["ratio/rounding"] <= FIRST_ERROR and row["clipped"] == 0
         assert row["updates"] == 1 and row["updates_skipped"] == row["dropped_rewards"] == row["dead_groups"] == 0
         assert row["lr"] == 1e-3 and row["grad_norm"] > 0
         total = -row["reward/jpeg_size"] + 0.5 * row["reward/shapes"]
@@ -253,7 +253,7 @@ def test_nothing_is_clipped_before_the_first_update(config, tmp_path, dtype):
     train(config(f"--model.dtype={dtype}", "--iterations=1"), tmp_path / "out")
     [row] = rows(tmp_path / "out" / "metrics.jsonl")
     assert row["clipped"] == 0
-    assert row["ratio/first_error"] < 1e-3  # the clip range
+    assert row["ratio/rounding"] < 1e-3  # the clip range
 
 
 def test_guidance_is_in_the_rollout_and_the_update(config, tmp_path):
@@ -261,7 +261,7 @@ def test_guidance_is_in_the_rollout_and_the_update(config, tmp_path):
     guided = train(config("--sampling.guidance=2", "--grpo.window-stop=2"), tmp_path / "guided")
     plain = train(config(), tmp_path / "plain")
     metrics = rows(tmp_path / "guided" / "metrics.jsonl")
-    assert all(row["ratio/first_error"] <= 1e-6 and row["grad_norm"] > 0 for row in metrics)
+    assert all(row["ratio/rounding"] <= 1e-6 and row["grad_norm"] > 0 for row in metrics)
     assert all(math.isfinite(x) for row in metrics for x in numbers(row))
     assert (guided.start.images - plain.start.images).abs().max() > 0.01
     # Evaluation may have a guidance of its own.
@@ -363,7 +363,7 @@ def test_the_random_model_trains_with_its_t5_and_at_another_size(config, tmp_pat
     result = train(settings, tmp_path / "out")
     assert result.end.images.shape == (4, 3, 32, 48)
     metrics = rows(tmp_path / "out" / "metrics.jsonl")
-    assert all(row["ratio/first_error"] <= FIRST_ERROR and row["grad_norm"] > 0 for row in metrics)
+    assert all(row["ratio/rounding"] <= FIRST_ERROR and row["grad_norm"] > 0 for row in metrics)
     assert metadata(tmp_path / "out" / "last.safetensors")["base_model"] == str(random_sd3.path)
 
 

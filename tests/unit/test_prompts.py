@@ -41,7 +41,6 @@ def test_jsonl_has_negatives_and_metadata(tmp_path):
     assert second == Prompt("sky", "", {})
 
 
-@pytest.mark.xfail(strict=True, reason="str.splitlines() also splits at U+2028, U+0085, form feed and others")
 @pytest.mark.parametrize("separator", ("\u2028", "\u2029", "\x85"))
 def test_jsonl_text_may_hold_other_unicode_separators(tmp_path, separator):
     # Valid inside a JSON string as they are; json.dumps(..., ensure_ascii=False) writes them so.

@@ -91,7 +91,8 @@ def test_policy_loss_by_hand():
     config = GRPOConfig(kl_weight=0.25, clip_range=0.01, group_size=SIZE)
     moved = 0.6
     policy = OneNumber(moved)
-    loss, kl = policy_loss(policy, trajectory, COND, row, step, advantage, weight, config)
+    losses = policy_loss(policy, trajectory, COND, row, step, advantage, weight, config)
+    loss, kl = losses.surrogate, losses.kl
     assert policy.conds == [[0, 1, 2, 1]]
     for i in range(4):
         r, k, a = int(row[i]), int(step[i]), float(advantage[i])
@@ -109,7 +110,20 @@ def test_policy_loss_by_hand():
         assert float(loss.loss[i].detach()) == pytest.approx(
             -float(weight[i]) * surrogate + 0.25 * divergence, rel=1e-4
         )
-    assert policy_loss(policy, trajectory, COND, row, step, advantage, weight, GRPOConfig())[1] is None
+    assert policy_loss(policy, trajectory, COND, row, step, advantage, weight, GRPOConfig()).kl is None
+
+
+def test_an_unchanged_policy_has_ratio_1_whatever_the_rollout_noted():
+    trajectory = sampled()
+    trajectory.log_probs = trajectory.log_probs + 0.01
+    row, step, one = torch.tensor([0, 3]), torch.tensor([0, 1]), torch.ones(2)
+    for unchanged in (True, False):
+        losses = policy_loss(
+            OneNumber(), trajectory, COND, row, step, one, one, GRPOConfig(clip_range=0.5), unchanged=unchanged
+        )
+        expected = 1.0 if unchanged else math.exp(-0.01)
+        assert losses.surrogate.ratio.tolist() == pytest.approx([expected] * 2, rel=1e-6)
+        assert losses.drift.tolist() == pytest.approx([0.01] * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("update_batch", (None, 1, 5))
@@ -122,7 +136,7 @@ def test_one_update_is_the_mean_gradient_of_all_trained_steps(update_batch):
             difference = log_density(trajectory, row, k, THETA + h) - log_density(trajectory, row, k, THETA - h)
             slope += float(given.advantages.flatten(0, 1)[row, k]) * difference / (2 * h)
     assert float(policy.theta.detach()) == pytest.approx(THETA + slope / (GROUPS * SIZE * 2), rel=1e-4)
-    assert metrics["updates"] == 1 and metrics["ratio/first_error"] < 1e-6
+    assert metrics["updates"] == 1 and metrics["ratio/rounding"] < 1e-6
 
 
 def test_micro_batches_are_sorted_by_step_and_announced():
@@ -175,4 +189,4 @@ def test_later_updates_are_clipped_against_the_rollout():
             clipped.append(sign * (ratios[-1] - 1) > 1e-3)
     assert 0 < metrics["clipped"] == pytest.approx(sum(clipped) / 12)
     assert metrics["ratio/mean"] == pytest.approx(sum(ratios) / 12, rel=1e-4)
-    assert metrics["ratio/max"] == pytest.approx(max(ratios), rel=1e-4) and metrics["ratio/first_error"] < 1e-6
+    assert metrics["ratio/max"] == pytest.approx(max(ratios), rel=1e-4) and metrics["ratio/rounding"] < 1e-6
