@@ -27,7 +27,7 @@ from torch import Tensor
 CREDITS = ("uniform", "gain", "gain_centred", "gain_per_step", "gain_ema", "gain_gae")
 
 STD_FLOOR = 1e-6
-"""Groups whose rewards or gains spread by less than this share of their size (at least 1) are equal."""
+"""Rewards that spread by less than this share of their size (at least 1) are equal: the spread is rounding."""
 
 
 @dataclass
@@ -54,16 +54,17 @@ def step_gains(rewards: Tensor) -> Tensor:
     return rewards[..., 1:] - rewards[..., :-1]
 
 
-def normalise(values: Tensor, valid: Tensor, mean_dims: tuple[int, ...], std_dims: tuple[int, ...]) -> Tensor:
-    """(values - mean over mean_dims) / std over std_dims, valid entries only; 0 where invalid or the std is 0."""
+def normalise(
+    values: Tensor, valid: Tensor, mean_dims: tuple[int, ...], std_dims: tuple[int, ...], floor: Tensor
+) -> Tensor:
+    """(values - mean over mean_dims) / std over std_dims, which include mean_dims; valid entries only.
+
+    0 where invalid, or where the std does not exceed `floor` (G, 1, 1).
+    """
     kept = torch.where(valid, values, 0.0)
     mean = kept.sum(mean_dims, keepdim=True) / valid.sum(mean_dims, keepdim=True).clamp(min=1)
     centred = torch.where(valid, values - mean, 0.0)
-    count = valid.sum(std_dims, keepdim=True).clamp(min=1)
-    offset = centred.sum(std_dims, keepdim=True) / count
-    variance = (torch.where(valid, centred - offset, 0.0).square()).sum(std_dims, keepdim=True) / count
-    std = variance.sqrt()
-    floor = STD_FLOOR * kept.abs().amax(dim=tuple(range(1, values.ndim)), keepdim=True).clamp(min=1)
+    std = (centred.square().sum(std_dims, keepdim=True) / valid.sum(std_dims, keepdim=True).clamp(min=1)).sqrt()
     return torch.where(std > floor, centred / std.clamp(min=1e-30), torch.zeros_like(centred))
 
 
@@ -91,24 +92,28 @@ def assign_credit(
     dropped = int((~torch.isfinite(rewards)).sum())
     gains = step_gains(rewards)
     finite = torch.isfinite(gains)
+    size = torch.where(torch.isfinite(rewards), rewards, 0.0).abs().amax((1, 2), keepdim=True)
+    floor = STD_FLOOR * size.clamp(min=1)
     if method == "uniform":
         final = rewards[..., -1:]
         ok = torch.isfinite(final)
         shape = (groups, members, gains.shape[-1] if steps is None else steps)
-        advantages, valid = normalise(final, ok, (1,), (1,)).expand(shape), ok.expand(shape)
+        advantages, valid = normalise(final, ok, (1,), (1,), floor).expand(shape), ok.expand(shape)
     elif method == "gain_centred":
-        advantages, valid = normalise(gains, finite, (1,), (1, 2)), finite
+        advantages, valid = normalise(gains, finite, (1,), (1, 2), floor), finite
     elif method == "gain_per_step":
-        advantages, valid = normalise(gains, finite, (1,), (1,)), finite
+        advantages, valid = normalise(gains, finite, (1,), (1,), floor), finite
     else:
         values, valid = gains, finite
         if method == "gain_ema":
-            mean = torch.where(finite, gains, 0.0).sum((0, 1)) / finite.sum((0, 1)).clamp(min=1)
-            ema = mean if ema is None else ema_decay * ema.double() + (1 - ema_decay) * mean
+            count = finite.sum((0, 1))
+            mean = torch.where(finite, gains, 0.0).sum((0, 1)) / count.clamp(min=1)
+            moved = mean if ema is None else ema_decay * ema.double() + (1 - ema_decay) * mean
+            ema = moved if ema is None else torch.where(count > 0, moved, ema.double())
             values = gains - ema
         elif method == "gain_gae":
             values, valid = discounted_sums(gains, gae_lambda), _all_later(finite)
-        advantages = normalise(values, valid, (1, 2), (1, 2))
+        advantages = normalise(values, valid, (1, 2), (1, 2), floor)
     return Credit(
         advantages=advantages.float(),
         gains=gains.float(),

@@ -200,6 +200,7 @@ class StepwiseGRPO:
         }
         for name, values in scores.parts.items():
             values = values[states.index[:, -1]]
+            values = values[torch.isfinite(values)]
             metrics[f"reward/{name}"] = float(values.mean())
             metrics[f"reward/{name}_std"] = float(values.std(unbiased=False))
         if credit.gains.shape[-1]:

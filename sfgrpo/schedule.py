@@ -78,8 +78,10 @@ def even_sigmas(
 ) -> Tensor:
     """Times 1, 1 - 1/T, ..., 1/T, 0, shifted statically or dynamically, (steps + 1,).
 
-    With mu this is FLUX's grid, with mu and terminal Qwen-Image's.
+    With mu this is FLUX's grid, with mu and terminal Qwen-Image's. Raises ValueError for a terminal with one step.
     """
+    if terminal is not None and steps < 2:
+        raise ValueError("a terminal time needs 2 or more steps")
     t = torch.linspace(1, 1 / steps, steps, dtype=torch.float64)
     if shift is not None:
         t = shift_static(t, shift)

@@ -27,8 +27,9 @@ from ..shapes.scenes import AREAS, CENTROIDS, PALETTE, coverage, holds
 FOREGROUND = 0.3
 """Least RGB distance (of at most sqrt 3) from the ground."""
 
-MIN_AREA = 6.0
-"""Components of less covered area, in pixels, are specks: no objects, but a picture with one does not pass."""
+MIN_AREA = 14.0
+"""Components of less covered area, in pixels, are specks: no objects, but a picture with one does not pass. Half of the
+smallest shape that is drawn."""
 
 IOU_RAMP = (0.70, 0.88)
 """Soft IoU with the best template: 0 below the first, 1 above the second."""
@@ -76,9 +77,9 @@ def find_objects(images: Tensor) -> Objects:
     border = torch.cat([images[..., 0, :], images[..., -1, :], images[..., 1:-1, 0], images[..., 1:-1, -1]], dim=-1)
     ground = border.median(dim=-1).values.view(n, 3, 1, 1)
     difference = (images - ground).square().sum(1).sqrt()
-    # 4-connected within a picture, never across pictures.
+    # 8-connected within a picture, never across pictures.
     structure = np.zeros((3, 3, 3), dtype=bool)
-    structure[1] = ndimage.generate_binary_structure(2, 1)
+    structure[1] = True
     labels, count = ndimage.label((difference > FOREGROUND).numpy(), structure=structure)
     label = torch.from_numpy(labels).long()
     owner = torch.zeros(count + 1, dtype=torch.int64)

@@ -67,10 +67,10 @@ def test_a_lora_scale_that_the_file_does_not_have_is_seen(checks):
 
 def test_a_policy_that_draws_lots_is_seen(checks):
     """Dropout in the LoRA: another velocity for the same inputs."""
-    assert green(Checks.ratio, checks) and green(Checks.micro_batch, checks)
+    assert green(Checks.rounding, checks) and green(Checks.micro_batch, checks)
     for layer in lora_layers(checks.family).values():
         layer.lora_dropout["default"] = torch.nn.Dropout(0.5).train()
-    for check in (Checks.ratio, Checks.micro_batch, Checks.eta_zero, Checks.round_trip):
+    for check in (Checks.rounding, Checks.micro_batch, Checks.eta_zero, Checks.round_trip):
         assert not green(check, checks)
 
 

@@ -173,6 +173,13 @@ def test_bfloat16_inputs_are_upcast(kernel):
         assert bool(low.log_prob(noise)[1].isfinite())
 
 
+@pytest.mark.parametrize("kernel", ALL, ids=name_of)
+def test_float64_inputs_are_computed_in_float32(kernel):
+    x, v = latents(2, 3, seed=9)
+    step, same = kernel.transition(x.double(), v.double(), 0.7, 0.5), kernel.transition(x, v, 0.7, 0.5)
+    assert step.mean.dtype == torch.float32 and torch.equal(step.mean, same.mean) and torch.equal(step.std, same.std)
+
+
 def test_sample_is_mean_plus_std_times_noise():
     step = Transition(mean=torch.tensor([[1.0, 2.0], [3.0, 4.0]]), std=torch.tensor([[0.5], [2.0]]))
     assert step.sample(torch.tensor([[2.0, -2.0], [1.0, 0.0]])).tolist() == [[2.0, 1.0], [5.0, 4.0]]

@@ -98,6 +98,19 @@ def test_shapes_and_dtypes():
     assert not result.latents.requires_grad
 
 
+def test_bfloat16_noise_is_upcast_before_the_model_sees_it():
+    def strict(x, sigma, cond):
+        assert x.dtype == torch.float32
+        return velocity(x, sigma, cond)
+
+    x = initial_noise(0, 0, [1], 2, SHAPE).bfloat16()
+    given = [
+        rollout(strict, z, even_sigmas(3), torch.ones(2), kernel=Kernel(), generators=member_generators(0, 0, [1], 2))
+        for z in (x, x.float())
+    ]
+    assert torch.equal(given[0].latents, given[1].latents) and given[0].latents.dtype == torch.float32
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=by_name)
 @pytest.mark.parametrize("micro_batch", (1, 2, 3, 5, 100))
 def test_micro_batches_change_nothing(kernel, micro_batch):

@@ -170,6 +170,18 @@ def test_a_dead_groups_update_is_left_out():
     assert metrics["updates"] == 0 and policy.conds == [] and float(policy.theta.detach()) == pytest.approx(THETA)
 
 
+def test_the_policy_counts_as_unchanged_until_an_update_was_made():
+    # The rollout notes 0.01 too much. The first of three updates is skipped, so that the second still has ratio 1; the
+    # second (of learning rate 0) counts as a change.
+    policy, trajectory, calls = OneNumber(), sampled(), []
+    trajectory.log_probs = trajectory.log_probs + 0.01
+    policy.theta.register_hook(lambda g: g * (math.nan if not calls.append(1) and len(calls) == 1 else 1.0))
+    metrics = run(policy, trajectory, credit(), updates=3, lr=0.0)
+    assert (metrics["updates_skipped"], metrics["updates"]) == (1, 2)
+    assert metrics["ratio/mean"] == pytest.approx((8 + 4 * math.exp(-0.01)) / 12, rel=1e-6)
+    assert metrics["ratio/rounding"] == pytest.approx(0.01, rel=1e-3)
+
+
 def test_later_updates_are_clipped_against_the_rollout():
     policy, trajectory, given, thetas = OneNumber(), sampled(), credit(), [THETA]
     metrics = run(
