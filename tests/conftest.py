@@ -241,3 +241,13 @@ def finished(tmp_path_factory, write_run, cli) -> Finished:
     process = cli("train", "run.toml", "--out", "a & b", "--iterations", 3, cwd=folder)
     assert process.returncode == 0, process.stderr
     return Finished(file, folder / "a & b", process)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say how many of the tests that need a ComfyUI checkout ran."""
+    stats = terminalreporter.stats
+    ran, skipped = (
+        sum("comfy" in getattr(report, "nodeid", "") for key in keys for report in stats.get(key, []))
+        for keys in (("passed", "failed"), ("skipped",))
+    )
+    terminalreporter.write_line(f"tests that need a ComfyUI checkout: {ran} ran, {skipped} skipped")

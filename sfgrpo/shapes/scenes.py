@@ -36,8 +36,8 @@ RADIUS_RANGE = (3.6, 4.9)
 """Nominal radius of a shape, pixels; no shape reaches further than 1.5 radii from its centre."""
 
 GAP = 2.0
-"""Least distance between two centres beyond 1.15 of both radii, pixels. Corners reach further: in about 1 of 2000
-pictures two of them touch."""
+"""Least distance between two centres beyond 1.15 of both radii, pixels. The corners of squares and triangles reach
+further: in about 1 of 800 pictures two of them come so close that the verifier sees one component."""
 
 RELATION_OFFSET = 8.0
 """Least offset of the centres along the axis that a relation names, pixels; it also exceeds the other axis's."""
