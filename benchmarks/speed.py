@@ -69,7 +69,7 @@ def bare(run: Run, done) -> tuple[float, float]:
     tensors = c.encoded.rows(c.positive[cond], run.device, run.policy.dtype)
 
     def forward(rows: int) -> torch.Tensor:
-        t = torch.full((rows,), 500.0)
+        t = torch.full((rows,), 500.0, device=x.device)
         part = {k: v[:rows] for k, v in tensors.items()}
         return transformer(hidden_states=x[:rows], timestep=t, return_dict=False, **part)[0]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from .credit import CREDITS
 from .kernels import Kernel
 from .objective import STEP_WEIGHTS
+from .schedule import window_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,9 @@ class GRPOConfig:
     """First step that injects noise and is trained on."""
     window_stop: int | None = None
     """Step before which the noise ends; None for all steps."""
+    window_size: int | None = None
+    """Only so many consecutive steps inject noise and are trained on, at a place between start and stop that is drawn
+    anew for each iteration, for the whole batch; None for all of them."""
     substeps: int = 1
     """Euler sub-steps of a clean estimate, T'; 1 is one-step Tweedie, the paper takes 5."""
     credit: str = "gain"
@@ -42,13 +48,13 @@ class GRPOConfig:
     """Optimizer steps an iteration; each takes its share of the prompts."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
-    rollout_batch: int | None = None
-    """Latents in one forward pass of the rollout; None for all. The results do not depend on it."""
-    estimate_batch: int | None = None
+    rollout_batch: int = 32
+    """Latents in one forward pass of the rollout. Results do not depend on this or the next three; memory does."""
+    estimate_batch: int = 32
     """Latents in one forward pass of the estimates."""
-    decode_batch: int | None = 64
+    decode_batch: int = 8
     """Latents decoded and images scored at once."""
-    update_batch: int | None = None
+    update_batch: int = 8
     """Steps of trajectories in one forward and backward pass of the update."""
 
     def __post_init__(self) -> None:
@@ -72,4 +78,27 @@ class GRPOConfig:
             "stochastic: ode or eta 0 leaves nothing to train on",
         )
         for name in ("rollout_batch", "estimate_batch", "decode_batch", "update_batch"):
-            need(getattr(self, name) is None or getattr(self, name) >= 1, name, "1 or more")
+            need(getattr(self, name) >= 1, name, "1 or more")
+        need(self.window_size is None or self.window_size >= 1, "window_size", "1 or more")
+
+    def windows(self, steps: int) -> list[Tensor]:
+        """Every window (steps,) bool that an iteration can draw; one where the size is not set.
+
+        Raises ValueError for a window that is empty or outside the steps.
+        """
+        stop = steps if self.window_stop is None else self.window_stop
+        whole = window_mask(steps, self.window_start, stop)
+        if self.window_size is None:
+            return [whole]
+        if self.window_size > stop - self.window_start:
+            raise ValueError(f"window_size {self.window_size} is more than the steps {self.window_start}..{stop}")
+        starts = range(self.window_start, stop - self.window_size + 1)
+        return [window_mask(steps, start, start + self.window_size) for start in starts]
+
+    def check_windows(self, sigmas: Tensor) -> list[Tensor]:
+        """`windows` for a time grid (T + 1,). Raises ValueError also for one in which no step injects noise."""
+        windows = self.windows(len(sigmas) - 1)
+        noisy = self.kernel.std(sigmas[:-1], sigmas[1:]) > 0
+        if not all(bool((noisy & window).any()) for window in windows):
+            raise ValueError("no step of the window injects noise with this kernel and schedule; widen the window")
+        return windows

@@ -24,7 +24,7 @@ from .policy import Policy
 from .prompts import Prompt
 from .rewards import Scores
 from .rollout import Trajectory, batches, rollout
-from .schedule import window_mask
+from .schedule import check_sigmas
 from .tweedie import estimates
 from .update import update
 
@@ -72,15 +72,14 @@ class StepwiseGRPO:
 
         after_update is called after each optimizer step; scaler scales the loss of a policy that computes in fp16.
 
-        Raises ValueError for a window outside the grid or without a step that injects noise.
+        Raises ValueError for sigmas that are no time grid, and for a window outside it or without noise.
         """
         self.policy, self.score, self.optimizer, self.config = policy, score, optimizer, config
-        self.sigmas, self.latent_shape, self.seed, self.device = sigmas, tuple(latent_shape), seed, device
+        self.sigmas, self.latent_shape = check_sigmas(sigmas), tuple(latent_shape)
+        self.seed, self.device = seed, torch.device(device)
         self.on_progress, self.after_update = on_progress, after_update
         self.scaler = scaler or torch.amp.GradScaler(enabled=False)
-        self.stochastic = window_mask(len(sigmas) - 1, config.window_start, config.window_stop)
-        if not bool((config.kernel.std(sigmas[:-1], sigmas[1:])[self.stochastic] > 0).any()):
-            raise ValueError("no step of the window injects noise with this kernel and schedule; widen the window")
+        self.windows = config.check_windows(self.sigmas)
         self.ema: Tensor | None = None
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -88,6 +87,8 @@ class StepwiseGRPO:
     def _phase(self, name: str):
         start = time.perf_counter()
         yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self._seconds[name] += time.perf_counter() - start
 
     def iterate(self, iteration: int, prompts: Sequence[Prompt], index: Sequence[int]) -> Iteration:
@@ -145,12 +146,17 @@ class StepwiseGRPO:
             cond,
             kernel=self.config.kernel,
             generators=noise.member_generators(self.seed, iteration, index, size),
-            stochastic=self.stochastic,
+            stochastic=self.window(iteration),
             group_size=size,
             micro_batch=self.config.rollout_batch,
             on_step=lambda k: self.on_progress("sample", k, steps),
         )
         return trajectory, cond
+
+    def window(self, iteration: int) -> Tensor:
+        """The stochastic steps (T,) of an iteration."""
+        draw = torch.randint(len(self.windows), (1,), generator=noise.generator_for(self.seed, iteration, "window"))
+        return self.windows[int(draw)]
 
     def _estimate(self, trajectory: Trajectory, cond: Tensor):
         """Clean estimates of all states that the credit reads: only the finished latents for `uniform`."""

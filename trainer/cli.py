@@ -62,7 +62,7 @@ def train(arguments: list[str]) -> int:
     """`sfgrpo train RUN.toml [--out DIR] [--section.setting VALUE ...]`."""
     from .config import load_config
 
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or any(a in ("-h", "--help") for a in arguments):
         return _train_help(0 if arguments else 2)
     if arguments[0].startswith("--"):
         raise UserError("the run file comes first: sfgrpo train RUN.toml [--out DIR] [--section.setting VALUE ...]")
@@ -83,9 +83,17 @@ def demo(arguments: list[str]) -> int:
 
 
 def _run(config, out: Path) -> int:
+    import torch
+
     from .run import train as run_training
 
-    result = run_training(config, out)
+    try:
+        result = run_training(config, out)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            "the device is out of memory; make grpo.rollout_batch, grpo.estimate_batch, grpo.decode_batch or "
+            "grpo.update_batch smaller, or set model.gradient_checkpointing = true"
+        ) from None
     minutes, seconds = divmod(round(result.seconds), 60)
     print(f"\n{result.iterations} iterations in {minutes} min {seconds} s")
     for name, before in result.start.scores.items():

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sfgrpo.loop import GRPOConfig
+import torch
+
+from sfgrpo.config import GRPOConfig
 from sfgrpo.rewards import get_reward
 from sfgrpo.shapes import MODEL_DIR
 
@@ -26,6 +29,7 @@ else:
 
 STRICT = {"extra": "forbid"}
 EMBEDDED = "shapes"
+PATHS = ("prompts.file", "eval.file", "lora.continue_from")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,10 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, about a third more time in the update."""
     max_sequence_length: int = 256
     """Tokens of the T5 encoder (SD3); 0 leaves it out, which saves its memory and costs understanding of prompts."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_sequence_length <= 512:
+            raise ValueError("max_sequence_length must be from 0 to 512")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +89,7 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.steps < 2:
             raise ValueError("steps must be 2 or more")
-        if self.guidance < 1:
+        if not 1 <= self.guidance < math.inf:
             raise ValueError("guidance must be 1 (off) or more")
 
 
@@ -132,8 +140,14 @@ class OptimizerConfig:
     """Iterations over which the learning rate rises linearly to `lr`."""
 
     def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError("lr must be above 0")
+        if not 0 < self.lr < math.inf:
+            raise ValueError("lr must be above 0 and finite")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be from 0 to below 1")
+        for name in ("eps", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more")
         if self.warmup < 0:
             raise ValueError("warmup must be 0 or more")
 
@@ -170,7 +184,7 @@ class EvalConfig:
                 raise ValueError(f"{name} must be 1 or more")
         if self.steps is not None and self.steps < 1:
             raise ValueError("steps must be 1 or more")
-        if self.guidance is not None and self.guidance < 1:
+        if self.guidance is not None and not 1 <= self.guidance < math.inf:
             raise ValueError("guidance must be 1 (off) or more")
 
 
@@ -209,8 +223,12 @@ class RunConfig:
         for table, names in (("rewards", self.rewards), ("eval.rewards", self.eval.rewards)):
             if names is not None and not names:
                 raise ValueError(f"{table} names no reward")
-            for name in names or ():
+            for name, weight in (names or {}).items():
                 get_reward(name)
+                if not math.isfinite(weight):
+                    raise ValueError(f"the weight of {table}.{name} must be finite")
+        # Any grid from 1 to 0 tells whether the window lies in it and injects noise.
+        self.grpo.check_windows(torch.linspace(1, 0, self.sampling.steps + 1))
 
     @property
     def model_path(self) -> str:
@@ -237,7 +255,8 @@ def _nested(cls: type, name: str) -> type | None:
 def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
     """Read a run file and apply overrides like `--grpo.clip-range 1e-4`; relative paths become absolute.
 
-    Raises UserError, one line naming the field, for whatever is wrong with either.
+    A path in the file is relative to the file, one on the command line to the working directory. Raises UserError, one
+    line naming the field, for whatever is wrong with either.
     """
     path = Path(path)
     try:
@@ -253,7 +272,7 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
             table = table.setdefault(key, {})
             if not isinstance(table, dict):
                 raise UserError(f"{path}: {key} must be a table")
-        table[last] = value
+        table[last] = os.path.abspath(Path(value).expanduser()) if name in PATHS and value else value
     config = validate(data, str(path))
     return _resolve(config, path.parent)
 
@@ -276,7 +295,7 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
                 raise UserError(f"--{name} needs a value")
             value = rest.pop(0)
         try:
-            out[name] = tomllib.loads(f"v = {value}")["v"]
+            out[name] = value if name in PATHS else tomllib.loads(f"v = {value}")["v"]
         except tomllib.TOMLDecodeError:
             out[name] = value
     return out

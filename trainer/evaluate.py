@@ -28,7 +28,8 @@ class Evaluation:
     """Scores and samples of one evaluation."""
 
     scores: dict[str, float]
-    """`total` and each reward -> mean over all images; `<reward>/<tag>` -> mean over the prompts of a tag."""
+    """`total` and each reward -> mean over all images; `<reward>/<tag>` -> mean over the prompts of a tag.
+    Scores that are not finite are left out; NaN where none is left."""
     counts: dict[str, int]
     """As `scores` -> number of images."""
     images: Tensor
@@ -104,13 +105,12 @@ def evaluate(
         scores = score(images, [p.text for p in rows], [dict(p.metadata) for p in rows])
         for name, values in {"total": scores.total, **scores.parts}.items():
             for prompt, value in zip(rows, values.tolist(), strict=True):
-                if math.isfinite(value):
-                    sums[name].append(value)
-                    if "tag" in prompt.metadata:
-                        sums[f"{name}/{prompt.metadata['tag']}"].append(value)
+                tag = [f"{name}/{prompt.metadata['tag']}"] if "tag" in prompt.metadata else []
+                for key in (name, *tag):
+                    sums[key] += [value] if math.isfinite(value) else []
         shown.extend(images[: max(0, grid - len(shown))])
     return Evaluation(
-        scores={name: sum(v) / len(v) for name, v in sums.items()},
+        scores={name: sum(v) / len(v) if v else math.nan for name, v in sums.items()},
         counts={name: len(v) for name, v in sums.items()},
         images=torch.stack(shown[:grid]),
         captions=[prompts[i].text for i, _ in jobs[:grid]],

@@ -208,6 +208,9 @@ def draw_plots(folder: Path, metrics: list[dict], evals: list[dict]) -> list[tup
         ax.plot(x, [m["grad_norm"] for m in metrics], color="C3", label="gradient norm")
         other = ax.twinx()
         other.plot(x, [m["clipped"] for m in metrics], color="C4", lw=1, label="clipped share")
+        if "kl" in metrics[0]:
+            other.plot(x, [m.get("kl", math.nan) for m in metrics], color="C5", lw=1, label="KL")
+        other.plot(x, [m["ratio/max"] - 1 for m in metrics], color="C6", lw=1, label="largest ratio - 1")
         other.plot(x, [m["dead_groups"] for m in metrics], color="0.5", lw=1, ls=":", label="groups without signal")
         other.set_ylabel("share, count")
         lines = ax.get_lines() + other.get_lines()

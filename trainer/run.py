@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from .config import RunConfig, to_toml
 from .ema import EMA
 from .errors import UserError
 from .evaluate import Evaluation, evaluate, tile
-from .families import Family, family_of, load_family
+from .families import Family, check_size, family_of, load_family
 from .policy import LoRAPolicy, add_lora, encode_prompts, lora_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,6 +45,7 @@ class Prepared:
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
     device: torch.device
+    prompts_sha256: str
 
 
 @dataclass
@@ -73,37 +75,46 @@ def prepare(config: RunConfig, out: Path) -> Prepared:
         raise UserError(str(error)) from None
     if config.lora.continue_from is not None and not config.lora.continue_from.is_file():
         raise UserError(f"LoRA file {config.lora.continue_from} (lora.continue_from) does not exist")
-    score = mix(config.rewards)
-    check_prompts(score, prompts, config.prompts.file)
-    check_prompts(mix(config.eval.rewards or config.rewards), eval_prompts, config.eval.file or config.prompts.file)
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise UserError("tensorboard = true needs the package tensorboard: pip install tensorboard")
+    size = (config.sampling.height, config.sampling.width)
+    check_size(config.model_path, *size)
+    check_prompts(mix(config.rewards), prompts, config.prompts.file, size)
+    eval_score = mix(config.eval.rewards or config.rewards)
+    check_prompts(eval_score, eval_prompts, config.eval.file or config.prompts.file, size)
+    device = pick_device(config.model.device)
     check_folder(out)
-    return Prepared(config, out, prompts, eval_prompts[: config.eval.max_prompts], pick_device(config.model.device))
+    prompts_hash = file_hash(config.prompts.file)
+    return Prepared(config, out, prompts, eval_prompts[: config.eval.max_prompts], device, prompts_hash)
 
 
-def check_prompts(score: Callable, prompts: list[Prompt], file: Path) -> None:
-    """Raise UserError for a prompt that a reward cannot score, by scoring blank images."""
+def check_prompts(score: Callable, prompts: list[Prompt], file: Path, size: tuple[int, int]) -> None:
+    """Raise UserError for a prompt that a reward cannot score, by scoring blank images of (height, width)."""
     for prompt in {p.text: p for p in prompts}.values():
         try:
-            score(torch.full((1, 3, 32, 32), 0.5), [prompt.text], [dict(prompt.metadata)])
+            score(torch.full((1, 3, *size), 0.5), [prompt.text], [dict(prompt.metadata)])
         except ValueError as error:
             raise UserError(f"{file}: {error}") from None
 
 
-def check_folder(out: Path) -> None:
-    """Make the run folder. Raises UserError where it holds another run, cannot be written, or the disk is full."""
+def check_writable(out: Path) -> None:
+    """Make a folder. Raises UserError where it cannot be written or the disk is full."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
         free = shutil.disk_usage(out).free
     except OSError as error:
-        raise UserError(
-            f"cannot write to the run folder {out}: {error.strerror or error}; choose another --out"
-        ) from None
+        raise UserError(f"cannot write to the folder {out}: {error.strerror or error}; choose another --out") from None
     if free < FREE_BYTES:
         raise UserError(
             f"only {free // 1_000_000} MB are free where {out} lies; a run needs {FREE_BYTES // 1_000_000} MB"
         )
+
+
+def check_folder(out: Path) -> None:
+    """Make the run folder. Raises UserError where it holds another run or cannot be written."""
+    check_writable(out)
     if (out / "metrics.jsonl").exists():
         raise UserError(f"{out} already holds a run; choose another --out or remove it")
 
@@ -243,7 +254,7 @@ class Run:
             "rank": str(config.lora.rank),
             "alpha": "folded into lora_B",
             "iteration": str(iteration),
-            "prompts_sha256": file_hash(config.prompts.file),
+            "prompts_sha256": self.prepared.prompts_sha256,
             "config": to_toml(config),
         }
         save_lora(state, path, metadata)
@@ -260,6 +271,7 @@ class Run:
         config = self.config
         (self.out / "samples").mkdir(exist_ok=True)
         (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (self.out / "evals.jsonl").unlink(missing_ok=True)  # of a run that ended before its first iteration did
         writer = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -280,6 +292,12 @@ class Run:
                     bar.write(
                         "with grpo.updates = 1 the ratio is always 1 and nothing is clipped; rollout and update agree "
                         f"to {done.metrics['ratio/rounding']:.1e} in log-probability"
+                    )
+                rounding, clip = done.metrics["ratio/rounding"], config.grpo.clip_range
+                if config.grpo.updates > 1 and rounding > clip / 2:
+                    bar.write(
+                        f"warning: rollout and update differ by {rounding:.1e} from rounding alone, with a clip range of "
+                        f"{clip:.1e}; use model.dtype fp32 or grpo.updates 1"
                     )
                 row = {"iteration": iteration, "lr": self.optimizer.param_groups[0]["lr"], **done.metrics}
                 self._log("metrics.jsonl", row)
@@ -305,6 +323,7 @@ class Run:
         except BaseException:
             if self.iterations_done:
                 bar.write(f"stopped; the LoRA so far is in {self.save('last', self.iterations_done)}")
+                write_report(self.out)
             raise
         finally:
             bar.close()

@@ -30,14 +30,14 @@ def parser() -> Parser:
     p.add_argument("--lora", type=Path, help="LoRA file, at strength 1.0")
     p.add_argument("--prompt", action="append", help="a prompt; may be given several times")
     p.add_argument("--prompts", type=Path, help="prompt file, .txt or .jsonl")
-    p.add_argument("--negative", default="", help="negative prompt of --prompt, where guidance is above 1")
+    p.add_argument("--negative", default="", help="negative prompt, where guidance is above 1")
     p.add_argument("--seeds", type=int, default=1, help="images of each prompt, seeds 0, 1, ...")
     p.add_argument("--steps", type=int, default=20, help="ODE steps")
     p.add_argument("--guidance", type=float, default=1.0, help="classifier-free guidance; 1 is off")
     p.add_argument("--height", type=int, help="pixels; default: the model's own")
     p.add_argument("--width", type=int, help="pixels; default: the model's own")
     p.add_argument("--max-sequence-length", type=int, help="T5 tokens; default 256, `shapes` 0")
-    p.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32")
+    p.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU, else fp32")
     p.add_argument("--device", default="auto")
     p.add_argument("--batch", type=int, default=16, help="images made at once")
     p.add_argument("--out", type=Path, default=Path("samples"), help="folder of the images")
@@ -51,30 +51,29 @@ def main(arguments: list[str]) -> int:
     for name in ("seeds", "steps", "batch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be 1 or more")
-    if args.guidance < 1:
+    if not 1 <= args.guidance < float("inf"):
         raise UserError("--guidance must be 1 (off) or more")
     if args.lora is not None and not args.lora.is_file():
         raise UserError(f"LoRA file {args.lora} does not exist")
     embedded = args.model == EMBEDDED
     model = str(MODEL_DIR) if embedded else args.model
-    from .families import family_of, load_family
-    from .run import DTYPES, pick_device, quiet
+    from .families import check_size, load_family
+    from .run import DTYPES, check_writable, pick_device, quiet
 
-    family_of(model)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {args.out}: {error.strerror}") from None
+    check_size(model, args.height, args.width)
+    check_writable(args.out)
+    device = pick_device(args.device)
     quiet()
     from .evaluate import sample_images, tile
     from .policy import LoRAPolicy, encode_prompts, load_lora
 
     length = args.max_sequence_length if args.max_sequence_length is not None else (0 if embedded else 256)
-    dtype, device = DTYPES[args.dtype], pick_device(args.device)
+    dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
     family = load_family(model, dtype, device, max_sequence_length=length)
     height, width = (given or own for given, own in zip((args.height, args.width), family.native_size, strict=True))
     shape = family.latent_shape(height, width)
     conditioning = encode_prompts(family, prompts, set(range(len(prompts))), args.guidance > 1)
+    family.free_encoders()
     if args.lora is not None:
         load_lora(family, args.lora)
     policy = LoRAPolicy(family, conditioning, guidance=args.guidance, dtype=dtype)

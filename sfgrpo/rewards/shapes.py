@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..shapes.captions import SHAPES, Caption, parse
-from ..shapes.scenes import AREAS, CENTROIDS, PALETTE, coverage, holds
+from ..shapes.scenes import AREAS, CENTROIDS, IMAGE_SIZE, PALETTE, coverage, holds
 
 FOREGROUND = 0.3
 """Least RGB distance (of at most sqrt 3) from the ground."""
@@ -217,9 +217,12 @@ def shapes_reward(
     """Score (N, 3, H, W) pictures in [0, 1] by the verifier; returns (N,) float32 in [0, 1].
 
     mode: `soft` or `strict` (see the module's docstring). Raises ValueError for a prompt that is no caption of
-    the domain or for another mode.
+    the domain, for another mode or for pictures of another size.
     """
     if mode not in ("soft", "strict"):
         raise ValueError(f"mode must be 'soft' or 'strict', not {mode!r}")
+    if images.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
+        height, width = images.shape[-2:]
+        raise ValueError(f"the shapes verifier reads {IMAGE_SIZE} x {IMAGE_SIZE} pictures, not {width} x {height}")
     verdict = verify(images, [parse(p) for p in prompts])
     return verdict.soft if mode == "soft" else verdict.strict

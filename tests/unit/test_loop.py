@@ -233,8 +233,8 @@ def test_uniform_with_the_flow_grpo_kernel_is_the_published_update():
     assert_same_direction_and_length(found, expected, 2e-5)
 
 
-@pytest.mark.parametrize("rollout_batch", (None, 1, 5))
-@pytest.mark.parametrize("update_batch", (None, 1, 7))
+@pytest.mark.parametrize("rollout_batch", (1000, 1, 5))
+@pytest.mark.parametrize("update_batch", (1000, 1, 7))
 @pytest.mark.parametrize("credit, kernel", (("gain", Kernel()), ("uniform", Kernel(name="flow_grpo"))))
 def test_the_ratio_is_1_before_the_first_update(credit, kernel, rollout_batch, update_batch):
     policy = TinyPolicy(0.3)

@@ -30,6 +30,19 @@ class Encoded:
         return {k: v[index.to(v.device)].to(device, dtype) for k, v in self.tensors.items()}
 
 
+def room_for(rows: int, part: Tensor) -> Tensor:
+    """An empty CPU tensor of `rows` rows like those of `part`. Raises UserError where memory has no room for it."""
+    import psutil
+
+    size, free = rows * part[0].numel() * part.element_size(), psutil.virtual_memory().available
+    if size > 0.8 * free:
+        raise UserError(
+            f"the embeddings of {rows} prompts need {size / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free; use "
+            "fewer prompts or iterations, or a smaller model.max_sequence_length"
+        )
+    return torch.empty(rows, *part.shape[1:], dtype=part.dtype)
+
+
 class Family(Protocol):
     """A loaded model of one family."""
 
@@ -78,25 +91,36 @@ def pipeline_class_of(path: str) -> str:
 
     Raises UserError where there is none.
     """
+    name = read_json(path, "model_index.json").get("_class_name")
+    if not isinstance(name, str):
+        raise UserError(f"the model_index.json of model {path} names no pipeline class; the model folder is damaged")
+    return name
+
+
+def read_json(path: str, file: str) -> dict[str, Any]:
+    """A .json file of a diffusers folder or hub repository. Raises UserError where it is not to be had."""
     folder = Path(path)
     if folder.exists():
-        index = folder / "model_index.json"
-        if not index.is_file():
-            raise UserError(f"model {path} is no diffusers folder: it has no model_index.json")
+        source = folder / file
+        if not source.is_file():
+            raise UserError(f"model {path} is no diffusers folder: it has no {file}")
     else:
         if path.startswith((".", "/", "~")) or path.count("/") != 1:
             raise UserError(f"model {path} does not exist; give a diffusers folder or a hub id like 'owner/name'")
         from huggingface_hub import hf_hub_download
 
         try:
-            index = Path(hf_hub_download(path, "model_index.json"))
+            source = Path(hf_hub_download(path, file))
         except Exception as error:  # the hub client raises many unrelated types
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"model {path} is no folder here and cannot be had from the hub: {reason}") from None
     try:
-        return json.loads(index.read_text())["_class_name"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
-        raise UserError(f"{index} does not name a pipeline class; the model folder is damaged") from None
+        data = json.loads(source.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        data = None
+    if not isinstance(data, dict):
+        raise UserError(f"{source} is no JSON object; the model folder is damaged")
+    return data
 
 
 FAMILIES = {"StableDiffusion3Pipeline": ("sd3", "SD3")}
@@ -114,7 +138,18 @@ def family_of(path: str) -> tuple[str, str]:
     return FAMILIES[name]
 
 
+def family_class(path: str) -> Any:
+    """The class of a model's family; importing it loads no weights and no diffusers."""
+    module, name = family_of(path)
+    return getattr(import_module(f".{module}", __name__), name)
+
+
 def load_family(path: str, dtype: torch.dtype, device: torch.device, **options: Any) -> Family:
     """Load a model by path or hub id, frozen. Raises UserError for a model that is not of a supported family."""
-    module, name = family_of(path)
-    return getattr(import_module(f".{module}", __name__), name).load(path, dtype, device, **options)
+    return family_class(path).load(path, dtype, device, **options)
+
+
+def check_size(path: str, height: int | None, width: int | None) -> None:
+    """Raise UserError, before any weight is loaded, for a size in pixels that the model cannot make; None: its own."""
+    transformer, vae = (read_json(path, f"{part}/config.json") for part in ("transformer", "vae"))
+    family_class(path).shape_for(transformer, vae, height, width)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from ..errors import UserError
-from . import Encoded
+from . import Encoded, room_for
+
+if TYPE_CHECKING:
+    from diffusers import StableDiffusion3Pipeline
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 MLP = (".ff.net.0.proj", ".ff.net.2", ".ff_context.net.0.proj", ".ff_context.net.2")
@@ -24,9 +28,20 @@ class SD3:
     """T5 tokens; 0 is no T5, and no zero tokens in its place."""
 
     @classmethod
-    def load(cls, path: str, dtype: torch.dtype, device: torch.device, *, max_sequence_length: int = 256) -> SD3:
-        """Load a diffusers folder or hub id, frozen; max_sequence_length 0 leaves T5 out altogether."""
-        without = {} if max_sequence_length else {"text_encoder_3": None, "tokenizer_3": None}
+    def load(
+        cls,
+        path: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_sequence_length: int = 256,
+        encoders: bool = True,
+    ) -> SD3:
+        """Load a diffusers folder or hub id, frozen; max_sequence_length 0 leaves T5 out, encoders=False all three."""
+        from diffusers import StableDiffusion3Pipeline
+
+        parts = () if encoders and max_sequence_length else ("_3",) if encoders else ("", "_2", "_3")
+        without = {f"{kind}{part}": None for part in parts for kind in ("text_encoder", "tokenizer")}
         pipeline = StableDiffusion3Pipeline.from_pretrained(path, torch_dtype=dtype, **without)
         for module in pipeline.components.values():
             if isinstance(module, nn.Module):
@@ -45,7 +60,7 @@ class SD3:
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> Encoded:
-        parts = []
+        tensors: dict[str, Tensor] = {}
         for start in range(0, len(texts), 64):
             embeds, _, pooled, _ = self.pipeline.encode_prompt(
                 texts[start : start + 64],
@@ -54,9 +69,11 @@ class SD3:
                 do_classifier_free_guidance=False,
                 max_sequence_length=self.max_sequence_length,
             )
-            parts.append((embeds.cpu(), pooled.cpu()))
-        embeds, pooled = (torch.cat(p) for p in zip(*parts, strict=True))
-        return Encoded({"encoder_hidden_states": embeds, "pooled_projections": pooled})
+            for name, part in (("encoder_hidden_states", embeds), ("pooled_projections", pooled)):
+                if start == 0:
+                    tensors[name] = room_for(len(texts), part)
+                tensors[name][start : start + len(part)] = part.cpu()
+        return Encoded(tensors)
 
     def free_encoders(self) -> None:
         for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
@@ -68,15 +85,25 @@ class SD3:
         return scheduler.sigmas.float().cpu()
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        config = self.transformer.config
-        scale = self.pipeline.vae_scale_factor
-        unit = scale * config.patch_size
-        if height % unit or width % unit or height <= 0 or width <= 0:
-            raise UserError(f"sampling.height and sampling.width must be multiples of {unit} for this model")
-        most = config.pos_embed_max_size * unit
-        if height > most or width > most:
-            raise UserError(f"sampling.height and sampling.width must be at most {most} for this model")
-        return config.in_channels, height // scale, width // scale
+        return self.shape_for(self.transformer.config, self.pipeline.vae.config, height, width)
+
+    @staticmethod
+    def shape_for(
+        transformer: Mapping[str, Any], vae: Mapping[str, Any], height: int | None, width: int | None
+    ) -> tuple[int, ...]:
+        """Latent shape by the configs of transformer and VAE. Raises UserError for a size that cannot be made."""
+        scale = 2 ** (len(vae["block_out_channels"]) - 1)
+        own = transformer["sample_size"] * scale
+        height, width = height or own, width or own
+        unit, most = (
+            scale * transformer["patch_size"],
+            transformer["pos_embed_max_size"] * scale * transformer["patch_size"],
+        )
+        if height % unit or width % unit or not 0 < height <= most or not 0 < width <= most:
+            raise UserError(
+                f"height and width must be multiples of {unit}, at most {most}, for this model; got {height} x {width}"
+            )
+        return transformer["in_channels"], height // scale, width // scale
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
         x = x.to(self.transformer.dtype)
