@@ -43,7 +43,7 @@ def test_defaults_and_the_ends_of_the_ranges_are_accepted():
     assert (config.group_size, config.credit, config.substeps, config.updates) == (24, "gain", 1, 1)
     assert config.kernel == Kernel(name="ddim", schedule="annealed", eta=0.7)
     ends = {"group_size": 2, "gae_lambda": 0.0, "ema_decay": 0.0, "clip_range": 1e-6, "max_grad_norm": math.inf}
-    assert GRPOConfig(**ends, rollout_batch=1, decode_batch=None).gae_lambda == 0
+    assert GRPOConfig(**ends, rollout_batch=1, decode_batch=1).gae_lambda == 0
     assert GRPOConfig(gae_lambda=1.0, ema_decay=0.999, clip_range=0.999).clip_range == 0.999
 
 

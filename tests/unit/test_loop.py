@@ -258,14 +258,15 @@ def test_the_ratio_is_1_before_the_first_update(credit, kernel, rollout_batch, u
         {"rollout_batch": 1},
         {"rollout_batch": 3, "estimate_batch": 1},
         {"estimate_batch": 5, "decode_batch": 1},
-        {"decode_batch": None, "update_batch": 1},
+        {"decode_batch": 1000, "update_batch": 1},
         {"rollout_batch": 5, "estimate_batch": 7, "decode_batch": 3, "update_batch": 4},
     ),
 )
 @pytest.mark.parametrize("credit", ("uniform", "gain_centred"))
 def test_parameters_do_not_depend_on_micro_batches(credit, batches):
     settings = {"credit": credit, "substeps": 3, "kl_weight": 0.1, "lr": 0.1, "iterations": 2}
-    whole, one, _ = trained(policy=TinyPolicy(0.3), **settings)
+    at_once = dict.fromkeys(("rollout_batch", "estimate_batch", "decode_batch", "update_batch"), 1000)
+    whole, one, _ = trained(policy=TinyPolicy(0.3), **settings, **at_once)
     cut, other, _ = trained(policy=TinyPolicy(0.3), **settings, **batches)
     torch.testing.assert_close(cut.flat(), whole.flat(), rtol=0, atol=1e-6)
     assert float((whole.flat() - TinyPolicy(0.3).flat()).norm()) > 1e-3
@@ -559,3 +560,27 @@ def test_windows_without_noise_are_rejected():
     for settings in ({"window_stop": 1, "kernel": Kernel(schedule="as_printed")}, {"window_start": 3}):
         with pytest.raises(ValueError, match="no step of the window injects noise"):
             trained(**settings)
+
+
+def test_a_window_of_a_size_is_drawn_anew_for_each_iteration():
+    config = GRPOConfig(window_start=1, window_stop=6, window_size=2)
+    places = {tuple(w.nonzero().flatten().tolist()) for w in config.windows(8)}
+    assert places == {(1, 2), (2, 3), (3, 4), (4, 5)}
+    assert len(GRPOConfig().windows(8)) == 1 and bool(GRPOConfig().windows(8)[0].all())
+    _, _, loop = trained((0, 1), window_size=1, window_stop=3)
+    drawn = [loop.window(i).nonzero().flatten().tolist() for i in range(40)]
+    assert {tuple(d) for d in drawn} == {(0,), (1,), (2,)}
+    assert drawn == [loop.window(i).nonzero().flatten().tolist() for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    (
+        ({"window_size": 4, "window_stop": 3}, "window_size 4 is more than the steps 0..3"),
+        ({"window_start": 3, "window_stop": 3}, "window 3..3 is empty"),
+        ({"window_start": 3}, "no step of the window injects noise"),
+    ),
+)
+def test_windows_that_train_nothing_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        trained((0, 1), **settings)
