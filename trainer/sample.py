@@ -51,6 +51,8 @@ def main(arguments: list[str]) -> int:
     for name in ("seeds", "steps", "batch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be 1 or more")
+    if args.max_sequence_length is not None and not 0 <= args.max_sequence_length <= 512:
+        raise UserError("--max-sequence-length must be from 0 to 512")
     if not 1 <= args.guidance < float("inf"):
         raise UserError("--guidance must be 1 (off) or more")
     if args.lora is not None and not args.lora.is_file():

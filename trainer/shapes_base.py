@@ -372,6 +372,9 @@ def save_pipeline(out: Path, tokenizer, vae, shift: float, scale: float, model: 
     # transformers 5 writes a class name that transformers 4 does not know; this one both do.
     for file in (out / "model_index.json", *out.glob("tokenizer*/tokenizer_config.json")):
         file.write_text(file.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+    # Without a dtype asked for, transformers 5 loads in the one that the config names, diffusers in float32.
+    for file in out.glob("text_encoder*/config.json"):
+        file.write_text(file.read_text().replace('"float16"', '"float32"'))
 
 
 def main() -> None:

@@ -113,7 +113,9 @@ def test_scores_that_are_not_finite_are_left_out(policy):
         return Scores(torch.tensor(values), {"length": torch.tensor(values)})
 
     result = run(policy, score)
-    assert result.counts == {"total": 4, "length": 4, "total/two": 2, "length/two": 2}
+    finite = {"total": 4, "length": 4, "total/two": 2, "length/two": 2}
+    assert result.counts == finite | {"total/one": 0, "length/one": 0}
+    assert math.isnan(result.scores["length/one"])
     expected = (len("two red circles") + len("a circle and a square")) / 2
     assert result.scores["total"] == expected and result.scores["length/two"] == len("two red circles")
 

@@ -152,8 +152,8 @@ MISTAKES = {
     "size": ([*CIRCLE, "--height", "30"], "height"),
     "too large": ([*CIRCLE, "--width", "4096"], "width"),
     "model": ([*CIRCLE, "--model", "./none"], "model ./none does not exist"),
-    "out below a file": ([*CIRCLE, "--out", "empty.txt/x"], "cannot write to empty.txt/x"),
-    "out is a file": ([*CIRCLE, "--out", "empty.txt"], "cannot write to empty.txt"),
+    "out below a file": ([*CIRCLE, "--out", "empty.txt/x"], "cannot write to the folder empty.txt/x"),
+    "out is a file": ([*CIRCLE, "--out", "empty.txt"], "cannot write to the folder empty.txt"),
 }
 
 
