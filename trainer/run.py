@@ -296,8 +296,8 @@ class Run:
                 rounding, clip = done.metrics["ratio/rounding"], config.grpo.clip_range
                 if config.grpo.updates > 1 and rounding > clip / 2:
                     bar.write(
-                        f"warning: rollout and update differ by {rounding:.1e} from rounding alone, with a clip range of "
-                        f"{clip:.1e}; use model.dtype fp32 or grpo.updates 1"
+                        f"warning: rollout and update differ by {rounding:.1e} from rounding alone, with a clip range "
+                        f"of {clip:.1e}; use model.dtype fp32 or grpo.updates 1"
                     )
                 row = {"iteration": iteration, "lr": self.optimizer.param_groups[0]["lr"], **done.metrics}
                 self._log("metrics.jsonl", row)

@@ -37,8 +37,8 @@ def room_for(rows: int, part: Tensor) -> Tensor:
     size, free = rows * part[0].numel() * part.element_size(), psutil.virtual_memory().available
     if size > 0.8 * free:
         raise UserError(
-            f"the embeddings of {rows} prompts need {size / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free; use "
-            "fewer prompts or iterations, or a smaller model.max_sequence_length"
+            f"the embeddings of {rows} prompts need {size / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; "
+            "use fewer prompts or iterations, or a smaller model.max_sequence_length"
         )
     return torch.empty(rows, *part.shape[1:], dtype=part.dtype)
 
