@@ -19,11 +19,11 @@ from torch import Tensor
 def fold(factors: Mapping[str, tuple[Tensor, Tensor]], scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
     """State dict with keys `<module>.lora_A.weight` and `<module>.lora_B.weight`.
 
-    factors: module name -> (A (rank, in), B (out, rank)); scale: alpha / rank, multiplied into B in float32.
+    Copies: the parameters may change afterwards. factors: module name -> (A (rank, in), B (out, rank)); scale: alpha / rank, multiplied into B in float32.
     """
     state = {}
     for name, (a, b) in factors.items():
-        state[f"{name}.lora_A.weight"] = a.detach().to("cpu", dtype).contiguous()
+        state[f"{name}.lora_A.weight"] = a.detach().to("cpu", dtype, copy=True).contiguous()
         state[f"{name}.lora_B.weight"] = (b.detach().float() * scale).to("cpu", dtype).contiguous()
     return state
 

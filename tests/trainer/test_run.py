@@ -370,7 +370,12 @@ def test_tensorboard_events_are_written(config, tmp_path):
 
 def test_the_random_model_trains_with_its_t5_and_at_another_size(config, tmp_path, random_sd3):
     settings = config(
-        f"--model.path={random_sd3.path}", "--model.max-sequence-length=24", "--sampling.width=48", "--lora.targets=all"
+        f"--model.path={random_sd3.path}",
+        "--model.max-sequence-length=24",
+        "--sampling.width=48",
+        "--lora.targets=all",
+        "--rewards={jpeg_size = 1.0}",
+        "--eval.rewards={jpeg_size = 1.0}",
     )
     result = train(settings, tmp_path / "out")
     assert result.end.images.shape == (4, 3, 32, 48)
