@@ -19,7 +19,7 @@ from torch import Tensor
 def fold(factors: Mapping[str, tuple[Tensor, Tensor]], scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
     """State dict with keys `<module>.lora_A.weight` and `<module>.lora_B.weight`.
 
-    Copies: the parameters may change afterwards. factors: module name -> (A (rank, in), B (out, rank)); scale: alpha / rank, multiplied into B in float32.
+    factors: module name -> (A (rank, in), B (out, rank)); scale: alpha / rank, multiplied into B in float32. The tensors are copies.
     """
     state = {}
     for name, (a, b) in factors.items():

@@ -136,7 +136,7 @@ def test_a_mistake_is_told_in_one_line(codes, folder, name):
     assert (folder / "file").read_text() == "a regular file"
 
 
-@pytest.mark.parametrize("name", ["unknown command", "rank 0", "prompt that the reward cannot check"])
+@pytest.mark.parametrize("name", ["unknown command", "rank 0"])
 def test_a_mistake_on_the_command_line_itself(cli, folder, name):
     arguments, message = CASES[name]
     process = cli(*arguments, cwd=folder)

@@ -306,7 +306,7 @@ def test_the_ema_is_what_is_saved_and_evaluated(config, tmp_path):
         key = f"transformer.{name.replace('.default', '')}"
         expected, raw = (w[name] * (scale if "lora_B" in name else 1) for w in (average, history[-1]))
         torch.testing.assert_close(saved[key].double(), expected, rtol=0, atol=1e-6)
-        assert (saved[key] - raw).abs().max() > 1e-5 or WITHOUT_EFFECT in name
+        assert (saved[key] - raw).abs().max() > 1e-5 or WITHOUT_EFFECT.removesuffix(".lora_B") in name
     # The raw weights go on being trained.
     assert all(torch.equal(v, history[-1][k]) for k, v in now().items())
 
@@ -369,15 +369,16 @@ def test_tensorboard_events_are_written(config, tmp_path):
 
 
 def test_the_random_model_trains_with_its_t5_and_at_another_size(config, tmp_path, random_sd3):
-    settings = config(
-        f"--model.path={random_sd3.path}",
-        "--model.max-sequence-length=24",
-        "--sampling.width=48",
-        "--lora.targets=all",
-        "--rewards={jpeg_size = 1.0}",
-        "--eval.rewards={jpeg_size = 1.0}",
+    result = train(
+        config(
+            f"--model.path={random_sd3.path}",
+            "--model.max-sequence-length=24",
+            "--sampling.width=48",
+            "--rewards={jpeg_size = -1}",  # the shapes are checked at 32 x 32 alone
+            "--lora.targets=all",
+        ),
+        tmp_path / "out",
     )
-    result = train(settings, tmp_path / "out")
     assert result.end.images.shape == (4, 3, 32, 48)
     metrics = rows(tmp_path / "out" / "metrics.jsonl")
     assert all(row["ratio/rounding"] <= ROUNDING and row["grad_norm"] > 0 for row in metrics)

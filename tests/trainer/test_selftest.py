@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sfgrpo_trainer import selftest
 from sfgrpo_trainer.cli import main
 from sfgrpo_trainer.policy import lora_layers
 from sfgrpo_trainer.selftest import CHECKS, Checks, parser
@@ -34,6 +35,7 @@ def test_all_checks_are_green_on_the_command_line(cli, tmp_path):
     assert process.stderr == ""
 
 
+@pytest.mark.slow  # 256 T5 tokens, which the embedded model has not
 def test_another_model_is_green_with_its_t5(random_sd3, capsys):
     assert main(["selftest", f"--model={random_sd3.path}", "--device=cpu"]) == 0
     assert f"0 red: {random_sd3.path.name}, torch.float32, cpu" in capsys.readouterr().out
@@ -67,22 +69,27 @@ def test_a_lora_scale_that_the_file_does_not_have_is_seen(checks):
 
 def test_a_policy_that_draws_lots_is_seen(checks):
     """Dropout in the LoRA: another velocity for the same inputs."""
-    assert green(Checks.rounding, checks) and green(Checks.micro_batch, checks)
     for layer in lora_layers(checks.family).values():
         layer.lora_dropout["default"] = torch.nn.Dropout(0.5).train()
-    for check in (Checks.rounding, Checks.micro_batch, Checks.eta_zero, Checks.round_trip):
+    for check in (Checks.rounding, Checks.micro_batch, Checks.eta_zero):
         assert not green(check, checks)
 
 
-def test_a_model_of_nan_is_red_throughout(embedded, tmp_path, capsys):
-    """A number that is NaN is never green."""
+def test_a_model_of_nan_is_red_throughout(checks):
+    """A number that is NaN is never green, nor is a check that had nothing to look at."""
+    checks.family.transformer.proj_out.bias.data.fill_(math.nan)
+    assert [title for title, check in CHECKS if green(check, checks)] == []
+
+
+def test_red_ends_with_exit_code_1(embedded, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "model"
     shutil.copytree(embedded.path, folder)
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     state = load_file(file)
     state["proj_out.bias"].fill_(math.nan)
     save_file(state, file)
+    monkeypatch.setattr(selftest, "CHECKS", [c for c in CHECKS if c[1] == Checks.eta_zero])  # one of them will do
     assert main(["selftest", f"--model={folder}", "--device=cpu"]) == 1
-    *lines, summary = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if not line.startswith("RED  ")] == []
-    assert summary.startswith(f"0 green, {len(CHECKS)} red: model, ")
+    line, summary = capsys.readouterr().out.splitlines()
+    assert line.startswith("RED  ") and line.endswith(" nan (at most 1e-05)")
+    assert summary == "0 green, 1 red: model, torch.float32, cpu"
