@@ -19,7 +19,8 @@ from torch import Tensor
 def fold(factors: Mapping[str, tuple[Tensor, Tensor]], scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
     """State dict with keys `<module>.lora_A.weight` and `<module>.lora_B.weight`.
 
-    factors: module name -> (A (rank, in), B (out, rank)); scale: alpha / rank, multiplied into B in float32. The tensors are copies.
+    factors: module name -> (A (rank, in), B (out, rank)); scale: alpha / rank, multiplied into B in float32. The
+    tensors are copies.
     """
     state = {}
     for name, (a, b) in factors.items():
