@@ -113,7 +113,7 @@ def _train_help(code: int) -> int:
     print("usage: sfgrpo train RUN.toml [--out DIR] [--section.setting VALUE ...]\n")
     print("The settings below are tables and fields of the run file; each can be overridden on the command line.")
     try:
-        tyro.cli(RunConfig, args=["--help"], prog="sfgrpo train RUN.toml")
+        tyro.cli(RunConfig, args=["--help"], prog="sfgrpo train RUN.toml", config=(tyro.conf.FlagConversionOff,))
     except SystemExit:
         pass
     return code

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from sfgrpo.export import save_lora
 from sfgrpo_trainer.config import LoRAConfig
 from sfgrpo_trainer.families import load_family
 from sfgrpo_trainer.policy import add_lora, lora_state
-
-from sfgrpo.export import save_lora
 
 IN_COMFYUI = """
 import json, logging, os, sys

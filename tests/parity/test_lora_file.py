@@ -8,15 +8,15 @@ import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sfgrpo_trainer.config import LoRAConfig
-from sfgrpo_trainer.errors import UserError
-from sfgrpo_trainer.families import load_family
-from sfgrpo_trainer.policy import LoRAPolicy, add_lora, encode_prompts, load_lora, lora_state, read_lora
 
 from sfgrpo.export import save_lora
 from sfgrpo.kernels import Kernel
 from sfgrpo.prompts import Prompt
 from sfgrpo.rollout import rollout
+from sfgrpo_trainer.config import LoRAConfig
+from sfgrpo_trainer.errors import UserError
+from sfgrpo_trainer.families import load_family
+from sfgrpo_trainer.policy import LoRAPolicy, add_lora, encode_prompts, load_lora, lora_state, read_lora
 
 PROMPTS = ("a circle", "two red circles")
 TARGETS = ("attention", "attention_mlp", "all")
@@ -148,20 +148,20 @@ def test_default_alpha_is_the_rank(embedded):
 @pytest.mark.parametrize(
     ("dtype", "rounding"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)], ids=["fp16", "bf16"]
 )
-def test_half_precision_files_are_within_their_rounding(model, base, dtype, rounding, tmp_path):
-    family = trained(model, "all")
+def test_half_precision_files_are_within_their_rounding(embedded, base, dtype, rounding, tmp_path):
+    family = trained(embedded, "all")
     full = lora_state(family)
     save_lora(lora_state(family, dtype), tmp_path / "lora.safetensors", {})
     state = load_file(tmp_path / "lora.safetensors")
     assert state.keys() == full.keys() and {v.dtype for v in state.values()} == {dtype}
     for name, value in state.items():
         assert (value.float() - full[name]).abs().sub(rounding * full[name].abs()).max() <= 2.0**-24
-    exact, theirs = latents(family, model), stock_latents(model, tmp_path / "lora.safetensors")
-    apart, effect = (theirs - exact).abs().max(), (exact - base(model)).abs().max()
+    exact, theirs = latents(family, embedded), stock_latents(embedded, tmp_path / "lora.safetensors")
+    apart, effect = (theirs - exact).abs().max(), (exact - base(embedded)).abs().max()
     assert 0 < apart < 20 * rounding * effect
-    other = load(model)
+    other = load(embedded)
     load_lora(other, tmp_path / "lora.safetensors")
-    torch.testing.assert_close(latents(other, model), theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(latents(other, embedded), theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
-from sfgrpo_trainer.families import load_family
-from sfgrpo_trainer.policy import LoRAPolicy, encode_prompts
 
 from sfgrpo.kernels import Kernel
 from sfgrpo.prompts import Prompt
 from sfgrpo.rollout import rollout
 from sfgrpo.schedule import sd3_sigmas
 from sfgrpo.shapes import MODEL_DIR
+from sfgrpo_trainer.families import load_family
+from sfgrpo_trainer.policy import LoRAPolicy, encode_prompts
 
 POSITIVE = ("a circle", "two red circles", "a blue square")
 NEGATIVE = ("", "a green cross", "a circle")

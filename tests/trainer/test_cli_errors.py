@@ -6,14 +6,15 @@ Every case is a process of its own. All but a few are forked from one that has d
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from sfgrpo_trainer.config import RunConfig, field_names
 
 from sfgrpo import __version__
+from sfgrpo_trainer.config import RunConfig, field_names
 
 CASES = {
     "unknown command": (["tarin", "run.toml"], r"unknown command 'tarin'; commands are demo, train, sample, selftest"),
@@ -61,9 +62,13 @@ CASES = {
     "selftest with an unknown option": (["selftest", "--modle", "shapes"], r"sfgrpo selftest: .*--modle"),
     "selftest of a missing model": (["selftest", "--model", "./no_model"], r"model \./no_model does not exist"),
     "selftest on a bad device": (["selftest", "--device", "abacus"], "device 'abacus' cannot be used"),
+    "height 0": (["train", "run.toml", "--sampling.height", "0"], "height and width must be multiples of 8"),
+    "sample of height 0": (["sample", "--prompt", "a circle", "--height", "0"], "height"),
+    "model without weights": (["train", "run.toml", "--model.path", "no_weights"], "no_weights"),
+    "config without a field": (["train", "run.toml", "--model.path", "no_field"], "no_field"),
 }
 
-NEEDS_DIFFUSERS = ("selftest of a missing model", "selftest on a bad device")
+NEEDS_DIFFUSERS = ("model without weights", "selftest of a missing model", "selftest on a bad device")
 
 FORKED = """
 import json, os, sys
@@ -85,7 +90,7 @@ print(json.dumps(codes))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, write_run) -> Path:
+def folder(tmp_path_factory, write_run, embedded) -> Path:
     """A good run file, and files that are wrong each in its own way."""
     folder = tmp_path_factory.mktemp("errors")
     write_run(folder)
@@ -97,6 +102,10 @@ def folder(tmp_path_factory, write_run) -> Path:
         (folder / name).mkdir()
         (folder / name / "model_index.json").write_text(index)
     (folder / "no_pipeline").mkdir()
+    for name in ("no_weights", "no_field"):
+        shutil.copytree(embedded.path, folder / name)
+    (folder / "no_weights" / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    (folder / "no_field" / "transformer" / "config.json").write_text('{"_class_name": "SD3Transformer2DModel"}')
     (folder / "used").mkdir()
     (folder / "used" / "metrics.jsonl").write_text("{}\n")
     return folder
@@ -136,9 +145,8 @@ def test_a_mistake_is_told_in_one_line(codes, folder, name):
     assert (folder / "file").read_text() == "a regular file"
 
 
-@pytest.mark.parametrize("name", ["unknown command", "rank 0"])
-def test_a_mistake_on_the_command_line_itself(cli, folder, name):
-    arguments, message = CASES[name]
+def test_a_mistake_on_the_command_line_itself(cli, folder):
+    arguments, message = CASES["rank 0"]
     process = cli(*arguments, cwd=folder)
     assert process.returncode == 2
     assert is_one_line(process.stderr, message), process.stderr

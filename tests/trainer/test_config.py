@@ -4,7 +4,10 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
+
 import sfgrpo_trainer.runs
+from sfgrpo.kernels import Kernel
+from sfgrpo.shapes import MODEL_DIR
 from sfgrpo_trainer.config import (
     EvalConfig,
     GRPOConfig,
@@ -21,9 +24,6 @@ from sfgrpo_trainer.config import (
 )
 from sfgrpo_trainer.errors import UserError
 from sfgrpo_trainer.run import prepare, train
-
-from sfgrpo.kernels import Kernel
-from sfgrpo.shapes import MODEL_DIR
 
 RUNS = Path(sfgrpo_trainer.runs.__file__).parent
 MINIMAL = '[model]\npath = "shapes"\n[prompts]\nfile = "p.txt"\n[rewards]\nshapes = 1.0\n'
@@ -191,6 +191,8 @@ def test_paths_are_relative_to_the_run_file(tmp_path, monkeypatch):
     assert config.model_path == str(tmp_path / "runs" / "model")
     # A name that is no folder there stays as it is: a hub id.
     assert load_config("runs/run.toml", ["--model.path", "owner/name"]).model_path == "owner/name"
+    # A path that is typed is relative to where it is typed.
+    assert load_config("runs/run.toml", ["--prompts.file", "q.txt"]).prompts.file == tmp_path / "q.txt"
     assert load_config("runs/run.toml", ["--prompts.file", "~/q.txt"]).prompts.file == Path.home() / "q.txt"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+
 from sfgrpo_trainer.report import read_rows, smooth, write_report
 
 VOID = ("meta", "img", "br")

@@ -14,14 +14,14 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
-from sfgrpo_trainer.config import load_config
-from sfgrpo_trainer.errors import UserError
-from sfgrpo_trainer.run import Run, prepare, train
-from sfgrpo_trainer.sample import main as sample
 
 from sfgrpo.export import file_hash
 from sfgrpo.prompts import pick_prompts
 from sfgrpo.rewards import Scores
+from sfgrpo_trainer.config import load_config
+from sfgrpo_trainer.errors import UserError
+from sfgrpo_trainer.run import Run, prepare, train
+from sfgrpo_trainer.sample import main as sample
 
 STEPS = 4
 ROUNDING = 2e-5
@@ -199,19 +199,21 @@ def test_only_the_lora_changes(config, tmp_path):
 
 
 def test_a_seed_gives_the_same_files_and_another_gives_others(config, tmp_path):
-    for name, seed in (("one", 0), ("two", 0), ("other", 1)):
-        torch.manual_seed(hash(name) % 1000)  # the global generator has no part in it
-        train(config(f"--seed={seed}"), tmp_path / name)
+    for number, name in enumerate(("one", "two")):
+        torch.manual_seed(number)  # the global generator has no part in it
+        train(config(), tmp_path / name)
     for file in ("last", "best"):
-        paths = [tmp_path / name / f"{file}.safetensors" for name in ("one", "two", "other")]
-        assert apart(paths[0], paths[1]) == 0 and metadata(paths[0]) == metadata(paths[1])
-        assert apart(paths[0], paths[2]) > 1e-4
+        one, two = (tmp_path / name / f"{file}.safetensors" for name in ("one", "two"))
+        assert apart(one, two) == 0 and metadata(one) == metadata(two)
     one, two = (
         [{k: v for k, v in row.items() if "seconds" not in k} for row in rows(tmp_path / name / "metrics.jsonl")]
         for name in ("one", "two")
     )
     assert one == two
     assert (tmp_path / "one" / "evals.jsonl").read_text() == (tmp_path / "two" / "evals.jsonl").read_text()
+    other = Run(prepare(config("--seed=1"), tmp_path / "other"))
+    iterate(other)
+    assert apart(tmp_path / "one" / "last.safetensors", other.save("last", 2)) > 1e-4
 
 
 def test_results_depend_on_no_batch_size_and_on_no_checkpointing(config, tmp_path):
@@ -243,7 +245,7 @@ def test_results_depend_on_no_batch_size_and_on_no_checkpointing(config, tmp_pat
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_runs_are_finite(config, tmp_path, dtype):
-    run = Run(prepare(config(f"--model.dtype={dtype}", "--iterations=3"), tmp_path / "out"))
+    run = Run(prepare(config(f"--model.dtype={dtype}"), tmp_path / "out"))
     assert {p.dtype for n, p in run.family.transformer.named_parameters() if "lora_" not in n} == {
         {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     }
@@ -251,7 +253,7 @@ def test_half_precision_runs_are_finite(config, tmp_path, dtype):
     run.train()
     metrics = rows(tmp_path / "out" / "metrics.jsonl")
     assert all(math.isfinite(x) for row in metrics for x in numbers(row))
-    assert sum(row["updates"] for row in metrics) >= 2
+    assert sum(row["updates"] for row in metrics) >= 1  # fp16 may skip one to find its loss scale
     # With one update an iteration the policy is that of the rollout, whatever the rounding.
     assert all(row["ratio/mean"] == row["ratio/max"] == 1 and row["clipped"] == 0 for row in metrics)
     state = load_file(tmp_path / "out" / "last.safetensors")
@@ -326,12 +328,15 @@ def test_a_time_limit_ends_a_run_in_good_order(config, tmp_path):
 
 
 def test_a_run_goes_on_from_a_lora(config, tmp_path):
-    train(config(), tmp_path / "one")
-    file = tmp_path / "one" / "last.safetensors"
+    first = Run(prepare(config(), tmp_path / "one"))
+    iterate(first)
+    (first.out / "samples").mkdir()
+    before, file = first.evaluate(2), first.out / "best.safetensors"
     run = Run(prepare(config(f"--lora.continue-from={file}", "--lora.alpha=4"), tmp_path / "two"))
     assert apart(file, run.save("again", 0)) < 1e-6
-    before, after = rows(tmp_path / "one" / "evals.jsonl")[-1], run.train().start
-    assert after.scores["jpeg_size"] == pytest.approx(before["scores"]["jpeg_size"], abs=0.01)
+    (run.out / "samples").mkdir()
+    torch.testing.assert_close(run.evaluate(0).images, before.images, rtol=0, atol=1e-4)
+    assert iterate(run)[0]["grad_norm"] > 0
 
 
 def test_the_prompt_file_is_needed_at_the_start_alone(config, tmp_path):

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import sfgrpo_trainer.runs
 
+import sfgrpo_trainer.runs
 from sfgrpo.prompts import read_prompts
 from sfgrpo.shapes.captions import split
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 from PIL import Image
+
+from sfgrpo.export import save_lora
+from sfgrpo.prompts import Prompt
+from sfgrpo.rewards import Scores
 from sfgrpo_trainer.cli import main
 from sfgrpo_trainer.config import LoRAConfig
 from sfgrpo_trainer.evaluate import evaluate, tile
 from sfgrpo_trainer.families import load_family
 from sfgrpo_trainer.policy import LoRAPolicy, add_lora, encode_prompts, lora_state
-
-from sfgrpo.export import save_lora
-from sfgrpo.prompts import Prompt
-from sfgrpo.rewards import Scores
 
 STEPS = 4
 
@@ -169,9 +169,8 @@ def test_mistakes_are_told_in_one_line(arguments, message, tmp_path, monkeypatch
     assert list(tmp_path.rglob("*.png")) == []
 
 
-def test_the_command_itself(cli, tmp_path):
-    process = cli("sample", "--prompt", "a circle", "--steps", 2, "--seeds", 2, cwd=tmp_path)
-    assert process.returncode == 0
-    assert process.stdout == "2 images and grid.png in samples\n"
-    assert process.stderr == ""
+def test_what_it_prints_and_where_it_writes(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sample", "--prompt", "a circle", "--steps", "2", "--seeds", "2"]) == 0
+    assert capfd.readouterr() == ("2 images and grid.png in samples\n", "")
     assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == ["000_000.png", "000_001.png", "grid.png"]

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from sfgrpo_trainer import selftest
 from sfgrpo_trainer.cli import main
 from sfgrpo_trainer.policy import lora_layers
@@ -41,6 +42,7 @@ def test_another_model_is_green_with_its_t5(random_sd3, capsys):
     assert f"0 red: {random_sd3.path.name}, torch.float32, cpu" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bf16_is_green(capsys):
     assert main(["selftest", "--dtype=bf16", "--device=cpu"]) == 0, capsys.readouterr().out
 

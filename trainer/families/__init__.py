@@ -146,10 +146,18 @@ def family_class(path: str) -> Any:
 
 def load_family(path: str, dtype: torch.dtype, device: torch.device, **options: Any) -> Family:
     """Load a model by path or hub id, frozen. Raises UserError for a model that is not of a supported family."""
-    return family_class(path).load(path, dtype, device, **options)
+    family = family_class(path)
+    try:
+        return family.load(path, dtype, device, **options)
+    except (OSError, ValueError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"model {path} cannot be loaded: {reason}") from None
 
 
 def check_size(path: str, height: int | None, width: int | None) -> None:
     """Raise UserError, before any weight is loaded, for a size in pixels that the model cannot make; None: its own."""
     transformer, vae = (read_json(path, f"{part}/config.json") for part in ("transformer", "vae"))
-    family_class(path).shape_for(transformer, vae, height, width)
+    try:
+        family_class(path).shape_for(transformer, vae, height, width)
+    except KeyError as error:
+        raise UserError(f"a config.json of model {path} lacks the field {error}; the model folder is damaged") from None

@@ -94,7 +94,7 @@ class SD3:
         """Latent shape by the configs of transformer and VAE. Raises UserError for a size that cannot be made."""
         scale = 2 ** (len(vae["block_out_channels"]) - 1)
         own = transformer["sample_size"] * scale
-        height, width = height or own, width or own
+        height, width = (own if side is None else side for side in (height, width))
         unit, most = (
             scale * transformer["patch_size"],
             transformer["pos_embed_max_size"] * scale * transformer["patch_size"],
