@@ -137,11 +137,12 @@ def quiet() -> None:
     """Silence what libraries print of their own; the progress bar and errors are what a user reads."""
     warnings.filterwarnings("ignore")
     for name in ("diffusers", "transformers", "accelerate", "torch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(logging.CRITICAL if name == "diffusers" else logging.ERROR)
     import diffusers
     import transformers
 
-    diffusers.utils.logging.set_verbosity_error()
+    # What goes wrong is raised as well, and told in one line.
+    diffusers.utils.logging.set_verbosity(logging.CRITICAL)
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -37,12 +37,15 @@ class SD3:
         max_sequence_length: int = 256,
         encoders: bool = True,
     ) -> SD3:
-        """Load a diffusers folder or hub id, frozen; max_sequence_length 0 leaves T5 out, encoders=False all three."""
+        """Load a diffusers folder or hub id, frozen; max_sequence_length 0 leaves T5 out, encoders=False all three.
+
+        Weights are read from safetensors only, never from a pickle.
+        """
         from diffusers import StableDiffusion3Pipeline
 
         parts = () if encoders and max_sequence_length else ("_3",) if encoders else ("", "_2", "_3")
         without = {f"{kind}{part}": None for part in parts for kind in ("text_encoder", "tokenizer")}
-        pipeline = StableDiffusion3Pipeline.from_pretrained(path, torch_dtype=dtype, **without)
+        pipeline = StableDiffusion3Pipeline.from_pretrained(path, torch_dtype=dtype, use_safetensors=True, **without)
         for module in pipeline.components.values():
             if isinstance(module, nn.Module):
                 module.requires_grad_(False).eval()
