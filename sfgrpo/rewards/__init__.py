@@ -7,7 +7,7 @@ the prompt); scores (B,) float. One file each, heavy imports inside the function
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -41,17 +41,54 @@ class Scores:
     """Name -> (B,) float32: each reward by itself, without its weight."""
 
 
+@dataclass(frozen=True)
+class Term:
+    """One reward of a weighted sum."""
+
+    name: str
+    """What its scores are called in `Scores.parts`."""
+    fn: Reward
+    weight: float = 1.0
+    """Negative where less is better."""
+
+
+def number_names(terms: Sequence[Term]) -> list[Term]:
+    """The terms with names that differ: what comes again is named `name_2`, `name_3`, ..."""
+    given = {term.name for term in terms}
+    used: set[str] = set()
+    out = []
+    for term in terms:
+        name, n = term.name, 1
+        while name in used or (n > 1 and name in given):
+            n += 1
+            name = f"{term.name}_{n}"
+        used.add(name)
+        out.append(replace(term, name=name))
+    return out
+
+
+def combine(terms: Sequence[Term]) -> Callable[[Tensor, Sequence[str], Sequence[Mapping]], Scores]:
+    """A function (images, prompts, metadata) -> Scores over any rewards; each keeps its own scores as a part.
+
+    Raises ValueError for no term, or for two of one name (`number_names` tells them apart).
+    """
+    terms = tuple(terms)
+    if not terms:
+        raise ValueError("no reward given; name at least one, with its weight")
+    names = [term.name for term in terms]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two rewards have the same name: {', '.join(names)}")
+
+    def score(images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping]) -> Scores:
+        parts = {term.name: term.fn(images, prompts, metadata).float().cpu() for term in terms}
+        return Scores(sum(term.weight * parts[term.name] for term in terms), parts)
+
+    return score
+
+
 def mix(weights: Mapping[str, float]) -> Callable[[Tensor, Sequence[str], Sequence[Mapping]], Scores]:
-    """A function (images, prompts, metadata) -> Scores over the named rewards.
+    """`combine` over the named rewards.
 
     weights: name -> weight. Raises ValueError for an unknown name or an empty mapping.
     """
-    if not weights:
-        raise ValueError("no reward given; name at least one, with its weight")
-    functions = {name: get_reward(name) for name in weights}
-
-    def score(images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping]) -> Scores:
-        parts = {name: fn(images, prompts, metadata).float().cpu() for name, fn in functions.items()}
-        return Scores(sum(weight * parts[name] for name, weight in weights.items()), parts)
-
-    return score
+    return combine([Term(name, get_reward(name), weight) for name, weight in weights.items()])

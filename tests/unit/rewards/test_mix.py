@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sfgrpo.rewards import REWARDS, get_reward, mix
+from sfgrpo.rewards import REWARDS, Term, combine, get_reward, mix, number_names
 from sfgrpo.rewards.jpeg import jpeg_size_reward
 from sfgrpo.rewards.shapes import shapes_reward
 from sfgrpo.shapes.captions import parse
@@ -49,3 +49,64 @@ def test_unknown_and_missing_rewards_are_rejected():
         mix({"shapes": 1.0, "beauty": 0.1})
     with pytest.raises(ValueError, match="no reward given; name at least one, with its weight"):
         mix({})
+
+
+def brightness(images, prompts, metadata):
+    return images.double().mean((1, 2, 3))
+
+
+def length(images, prompts, metadata):
+    return torch.tensor([len(p) + m.get("extra", 0) for p, m in zip(prompts, metadata, strict=True)])
+
+
+def test_any_functions_are_combined(images):
+    score = combine([Term("bright", brightness, 3.0), Term("length", length), Term("off", brightness, 0.0)])
+    scores = score(images, TEXTS, [{"extra": 1}, {}, {}])
+    assert list(scores.parts) == ["bright", "length", "off"]
+    assert scores.parts["length"].tolist() == [13.0, 11.0, 12.0]
+    means = torch.tensor([float(image.double().mean()) for image in images])
+    torch.testing.assert_close(scores.parts["bright"], means)
+    torch.testing.assert_close(scores.total, 3 * means + torch.tensor([13.0, 11.0, 12.0]))
+    assert {v.dtype for v in (scores.total, *scores.parts.values())} == {torch.float32}
+
+
+def test_a_term_weighs_1_unless_told_and_cannot_be_changed():
+    term = Term("bright", brightness)
+    assert term.weight == 1.0
+    with pytest.raises(AttributeError):
+        term.weight = 2.0
+
+
+def test_mix_is_combine_of_the_named_rewards(images):
+    weights = {"jpeg_size": -0.3, "shapes": 0.7}
+    named = mix(weights)(images, TEXTS, [{}] * 3)
+    built = combine([Term("jpeg_size", jpeg_size_reward, -0.3), Term("shapes", shapes_reward, 0.7)])
+    other = built(images, TEXTS, [{}] * 3)
+    assert torch.equal(named.total, other.total) and list(named.parts) == list(other.parts)
+    assert all(torch.equal(named.parts[name], other.parts[name]) for name in named.parts)
+
+
+@pytest.mark.parametrize(
+    "names, numbered",
+    (
+        ([], []),
+        (["a", "b"], ["a", "b"]),
+        (["a", "a", "b", "a"], ["a", "a_2", "b", "a_3"]),
+        (["a", "a", "a_2"], ["a", "a_3", "a_2"]),
+        (["a_2", "a", "a"], ["a_2", "a", "a_3"]),
+        (["a_2", "a_2", "a"], ["a_2", "a_2_2", "a"]),
+    ),
+)
+def test_names_that_come_again_are_numbered(names, numbered):
+    terms = [Term(name, brightness, weight) for weight, name in enumerate(names)]
+    out = number_names(terms)
+    assert [t.name for t in out] == numbered
+    assert [(t.fn, t.weight) for t in out] == [(t.fn, t.weight) for t in terms]
+    assert number_names(out) == out
+
+
+def test_no_term_and_equal_names_are_rejected():
+    with pytest.raises(ValueError, match="no reward given; name at least one, with its weight"):
+        combine([])
+    with pytest.raises(ValueError, match="two rewards have the same name: a, b, a"):
+        combine([Term("a", brightness), Term("b", brightness), Term("a", length)])
