@@ -1,18 +1,16 @@
-"""The one place that knows what older ComfyUI versions lack."""
+"""Optional words of the V3 node schema that older versions of ComfyUI do not know."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-OPTIONAL = ("advanced", "search_aliases")
-"""Keywords that only change how a node is shown; ComfyUI 0.3.64 has neither."""
+LATER = ("advanced", "search_aliases")
+"""Keywords that came after ComfyUI 0.3.64. They change how a node is shown and found, not what it does."""
 
 
-def make(kind: type, *args: Any, **options: Any) -> Any:
-    """kind(*args, **options), without those OPTIONAL keywords that the running ComfyUI's `kind` does not take.
-
-    `make(io.Schema, ..., search_aliases=[...])`, `make(io.Int.Input, "steps", advanced=True)`.
-    """
-    taken = inspect.signature(kind).parameters
-    return kind(*args, **{k: v for k, v in options.items() if k in taken or k not in OPTIONAL})
+def make(kind: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """`kind(*args, **keywords)`, without those of LATER that the running ComfyUI does not know."""
+    known = inspect.signature(kind).parameters
+    return kind(*args, **{k: v for k, v in keywords.items() if k in known or k not in LATER})
