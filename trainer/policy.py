@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from sfgrpo.export import fold
-from sfgrpo.noise import generator_for
+from sfgrpo.lora import init_factors
 from sfgrpo.prompts import Prompt
 
 from .config import LoRAConfig
@@ -112,14 +112,13 @@ def add_lora(family: Family, config: LoRAConfig, seed: int) -> None:
     The factors are float32 and the only parameters with a gradient. Raises UserError for a file that does not fit.
     """
     targets = family.targets(config.targets)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator_for(seed, "lora").initial_seed())
-        family.transformer.add_adapter(
-            PeftLoraConfig(r=config.rank, lora_alpha=config.alpha or config.rank, target_modules=targets)
-        )
-    for parameter in family.transformer.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    family.transformer.add_adapter(
+        PeftLoraConfig(r=config.rank, lora_alpha=config.alpha or config.rank, target_modules=targets)
+    )
+    for name, layer in lora_layers(family).items():
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        start = init_factors(family.export_name(name), config.rank, a.shape[1], b.shape[0], seed)
+        a.data, b.data = start.a.to(a.device), start.b.to(b.device)
     if config.continue_from is not None:
         read_lora(family, config.continue_from)
 

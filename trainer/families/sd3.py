@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sfgrpo.lora import choose_targets
+
 from ..errors import UserError
 from . import Encoded, room_for
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
-
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-MLP = (".ff.net.0.proj", ".ff.net.2", ".ff_context.net.0.proj", ".ff_context.net.2")
 
 
 @dataclass
@@ -118,12 +117,7 @@ class SD3:
         return (vae.decode(latents, return_dict=False)[0].float() / 2 + 0.5).clamp(0, 1)
 
     def targets(self, choice: str) -> list[str]:
-        names = [n for n, m in self.transformer.named_modules() if isinstance(m, nn.Linear)]
-        if choice == "all":
-            return names
-        blocks = [n for n in names if n.startswith("transformer_blocks.")]
-        ends = ATTENTION if choice == "attention" else ATTENTION + MLP
-        return [n for n in blocks if n.endswith(ends)]
+        return choose_targets((n for n, m in self.transformer.named_modules() if isinstance(m, nn.Linear)), choice)
 
     def export_name(self, module: str) -> str:
         return f"transformer.{module}"

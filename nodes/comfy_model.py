@@ -1,0 +1,307 @@
+"""A ComfyUI MODEL with CONDITIONING and VAE as the core's `Policy`.
+
+The velocity goes through ComfyUI's own sampling function, so that guidance, patches and hooks of the MODEL count as
+they do in a KSampler, and v = (x - denoised) / sigma. Rows of different prompts share a forward pass wherever ComfyUI
+could batch their conditioning. ComfyUI's memory management decides what is loaded: decoding may push the model out,
+and the next velocity brings it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.model_sampling
+import comfy.sampler_helpers
+import comfy.samplers
+import torch
+from torch import Tensor
+
+from ..sfgrpo.schedule import even_sigmas, sd3_sigmas
+from .comfy_patch import KEY, LoRA, recomputed_in_backward, training_mode, usable_by_autograd
+
+TRAINING_MEMORY = 4
+"""Memory of a forward pass that keeps its activations, in units of ComfyUI's estimate for one that does not."""
+
+UNSUPPORTED = {
+    "area": "an area",
+    "mask": "a mask",
+    "control": "a ControlNet",
+    "gligen": "GLIGEN boxes",
+    "hooks": "hooks",
+    "start_percent": "a timestep range",
+    "end_percent": "a timestep range",
+}
+"""What conditioning may carry in ComfyUI and not here."""
+
+
+def encode_prompts(clip, texts: Sequence[str]) -> list:
+    """One CONDITIONING for each text. Raises ValueError where no CLIP is connected."""
+    if clip is None:
+        raise ValueError("connect a CLIP, or ready CONDITIONING in its place")
+    return [clip.encode_from_tokens_scheduled(clip.tokenize(text)) for text in texts]
+
+
+def split_conditioning(conditioning) -> list:
+    """One CONDITIONING for each entry of a CONDITIONING that holds several (Conditioning Combine)."""
+    return [[entry] for entry in conditioning]
+
+
+def check_flow_model(model) -> None:
+    """Raise ValueError for a MODEL that is no flow-matching model."""
+    sampling = model.get_model_object("model_sampling")
+    if not isinstance(sampling, comfy.model_sampling.CONST):
+        raise ValueError(
+            f"this MODEL ({type(model.model).__name__}) is not a flow-matching model; connect one like SD3.5, FLUX, "
+            "Qwen-Image, Z-Image or Wan"
+        )
+
+
+def default_sigmas(model, steps: int, width: int, height: int) -> Tensor:
+    """The grid of a MODEL's own shift, (steps + 1,); that of diffusers where the shift is static.
+
+    width and height are those of the image, in pixels; FLUX-like models in ComfyUI carry their mu themselves.
+    """
+    sampling = model.get_model_object("model_sampling")
+    shift = float(getattr(sampling, "shift", 1.0))
+    if isinstance(sampling, comfy.model_sampling.ModelSamplingFlux):
+        return even_sigmas(steps, mu=shift)
+    return sd3_sigmas(steps, shift)
+
+
+def latent_shape(model, vae, width: int, height: int) -> tuple[int, ...]:
+    """Shape of one latent, without the batch, of an image of width x height pixels.
+
+    Raises ValueError for a size that the VAE cannot make.
+    """
+    form = model.get_model_object("latent_format")
+    unit = int(vae.spacial_compression_encode())
+    if width % unit or height % unit:
+        raise ValueError(f"width and height must be multiples of {unit} with this VAE, got {width} x {height}")
+    frames = (1,) if form.latent_dimensions == 3 else ()
+    return (form.latent_channels, *frames, height // unit, width // unit)
+
+
+class ComfyPolicy:
+    """See sfgrpo.policy.Policy; `cond` is a (B,) LongTensor of indices into the prompts."""
+
+    def __init__(
+        self,
+        patcher,
+        positive: Sequence,
+        negative: Sequence | None,
+        *,
+        guidance: float,
+        vae,
+        shape: tuple[int, ...],
+        lora: LoRA | None,
+    ) -> None:
+        self.patcher, self.guidance, self.vae, self.shape, self.lora = patcher, guidance, vae, tuple(shape), lora
+        self.device = patcher.load_device
+        self._raw = {"positive": list(positive), "negative": list(negative or [])}
+        self._conds: dict[str, list[dict]] = {}
+        self._loaded = False
+        self._rows = 1
+        self.model_options: dict = {}
+
+    def start(self) -> None:
+        """Load the model and let it encode the conditioning."""
+        for name, prompts in self._raw.items():
+            check_conditioning(prompts, name)
+        self.model_options = comfy.model_patcher.create_model_options_clone(self.patcher.model_options)
+        entries = {k: [entry for c in v for entry in c] for k, v in self._raw.items()}
+        conds = {k: comfy.sampler_helpers.convert_cond(v) for k, v in entries.items()}
+        comfy.sampler_helpers.prepare_model_patcher(self.patcher, conds, self.model_options)
+        self._load()
+        comfy.samplers.cast_to_load_options(self.model_options, device=self.device, dtype=self.patcher.model_dtype())
+        noise = torch.zeros(1, *self.shape, device=self.device)
+        conds = comfy.samplers.process_conds(self.patcher.model, noise, conds, self.device, latent_image=noise, seed=0)
+        self._conds = {k: [_ordinary(entry) for entry in v] for k, v in conds.items()}
+
+    def _load(self) -> None:
+        """Have ComfyUI load the model, with room for a pass over the rows that were seen."""
+        rows = self._rows * (2 if self.guidance > 1 else 1)
+        memory = self.patcher.memory_required([rows, *self.shape])
+        if self.lora is not None:
+            memory *= TRAINING_MEMORY
+        comfy.model_management.load_models_gpu([self.patcher], memory_required=memory)
+        if self.lora is not None:
+            usable_by_autograd(self.patcher.model)
+        self.patcher.pre_run()
+        self._loaded = True
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Tensor) -> Tensor:
+        """See sfgrpo.policy.Policy."""
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        if not self._loaded or len(x) > self._rows:
+            self._rows = max(self._rows, len(x))
+            self._load()
+        x, sigma = x.to(self.device).float(), sigma.to(self.device).float()
+        cond = cond.cpu()
+        classes = self._classes(cond.tolist())
+        parts = [self._denoised(x[rows], sigma[rows], cond[rows]) for rows in classes]
+        denoised = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat(classes).argsort()]
+        return (x - denoised) / sigma.view(-1, *[1] * (x.ndim - 1))
+
+    def _denoised(self, x: Tensor, sigma: Tensor, cond: Tensor) -> Tensor:
+        positive = [self._stacked("positive", cond)]
+        negative = [self._stacked("negative", cond)] if self._conds["negative"] else None
+        return comfy.samplers.sampling_function(
+            self.patcher.model,
+            x,
+            sigma,
+            negative,
+            positive,
+            self.guidance if negative else 1.0,
+            model_options=self.model_options,
+            seed=0,
+        ).float()
+
+    def _classes(self, cond: list[int]) -> list[Tensor]:
+        """Rows that can share a forward pass, as index tensors."""
+        classes: list[tuple[int, list[int]]] = []
+        for row, prompt in enumerate(cond):
+            for first, rows in classes:
+                if all(self._batch_together(kind, first, prompt) for kind in self._conds):
+                    rows.append(row)
+                    break
+            else:
+                classes.append((prompt, [row]))
+        return [torch.tensor(rows) for _, rows in classes]
+
+    def _batch_together(self, kind: str, i: int, j: int) -> bool:
+        if i == j or not self._conds[kind]:
+            return True
+        one, other = (self._entry(kind, k)["model_conds"] for k in (i, j))
+        return one.keys() == other.keys() and all(one[k].can_concat(other[k]) for k in one)
+
+    def _entry(self, kind: str, i: int) -> dict:
+        """The conditioning of prompt i; one negative serves all prompts."""
+        entries = self._conds[kind]
+        return entries[i if len(entries) > 1 else 0]
+
+    def _stacked(self, kind: str, cond: Tensor) -> dict:
+        """The conditioning of rows `cond` as one entry whose tensors have a row each."""
+        entries = [self._entry(kind, i) for i in cond.tolist()]
+        first = entries[0]
+        if all(entry is first for entry in entries):
+            return first
+        conds = {
+            name: value._copy_with(value.concat([entry["model_conds"][name] for entry in entries[1:]]))
+            for name, value in first["model_conds"].items()
+        }
+        return first | {"model_conds": conds}
+
+    def reference_velocity(self, x: Tensor, sigma: Tensor, cond: Tensor) -> Tensor:
+        """See sfgrpo.policy.Policy."""
+        with self.lora.off() if self.lora is not None else nullcontext():
+            return self.velocity(x, sigma, cond)
+
+    @torch.no_grad()
+    def to_comfy_latent(self, latents: Tensor) -> Tensor:
+        """Latents as ComfyUI's LATENT holds them, and as its VAE takes them."""
+        return self.patcher.model.process_latent_out(latents)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """See sfgrpo.policy.Policy. Of a video the middle frame is taken."""
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        # On a GPU with little memory the VAE pushes the model out.
+        self._loaded = self.device.type == "cpu" and self._loaded
+        images = self.vae.decode(self.to_comfy_latent(latents))
+        if images.ndim == 5:
+            images = images[:, images.shape[1] // 2]
+        return images[..., :3].movedim(-1, 1).float().clamp(0, 1)
+
+    def trainable_parameters(self) -> list[Tensor]:
+        """See sfgrpo.policy.Policy."""
+        return [] if self.lora is None else self.lora.parameters()
+
+
+def check_conditioning(prompts: Sequence, name: str) -> None:
+    """Raise ValueError for conditioning that is more than text."""
+    for conditioning in prompts:
+        if len(conditioning) != 1:
+            raise ValueError(f"{name} conditioning of one prompt must be one entry, and has {len(conditioning)}")
+        for key, what in UNSUPPORTED.items():
+            if conditioning[0][1].get(key) is not None:
+                raise ValueError(
+                    f"{name} conditioning with {what} is not supported here; connect plain text conditioning"
+                )
+
+
+def _ordinary(value: Any) -> Any:
+    """A copy of nested conditioning whose tensors were not made in inference mode."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {k: _ordinary(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_ordinary(v) for v in value)
+    if hasattr(value, "_copy_with"):
+        return value._copy_with(_ordinary(value.cond))
+    return value
+
+
+@contextmanager
+def open_model(
+    model,
+    *,
+    positive: Sequence,
+    negative: Sequence | None = None,
+    guidance: float = 1.0,
+    vae,
+    latent_shape: tuple[int, ...],
+    lora: LoRA | None = None,
+    gradient_checkpointing: bool = False,
+) -> Iterator[ComfyPolicy]:
+    """A MODEL as a policy inside the block, with or without a LoRA to train; the MODEL itself is not changed.
+
+    positive: one CONDITIONING a prompt; negative: as many, or one for all, and only used where guidance is above 1.
+    Whatever ends the block, the LoRA and all patches are taken off. Raises ValueError for conditioning that is more
+    than text.
+    """
+    patcher = model.clone()
+    if lora is not None and _is_dynamic(patcher):
+        # Its weights come and go during a pass, so that none can wait for the backward pass.
+        patcher = _static(patcher)
+    policy = ComfyPolicy(
+        patcher,
+        positive,
+        negative if guidance > 1 else None,
+        guidance=guidance,
+        vae=vae,
+        shape=latent_shape,
+        lora=lora,
+    )
+    try:
+        if lora is None:
+            policy.start()
+            yield policy
+        else:
+            patcher.set_injections(KEY, [lora.injection()])
+            with training_mode(), recomputed_in_backward(patcher.model.diffusion_model, gradient_checkpointing):
+                policy.start()
+                yield policy
+    finally:
+        patcher.eject_model()
+        patcher.remove_injections(KEY)
+        patcher.cleanup()
+
+
+def _is_dynamic(patcher) -> bool:
+    return getattr(patcher, "is_dynamic", lambda: False)()
+
+
+def _static(patcher):
+    """The same model under ComfyUI's older memory management, read from its file again."""
+    try:
+        return patcher.clone(disable_dynamic=True)
+    except RuntimeError as error:
+        raise ValueError(
+            f"this MODEL cannot be trained under ComfyUI's dynamic VRAM ({error}); start ComfyUI with "
+            "--disable-dynamic-vram"
+        ) from None
