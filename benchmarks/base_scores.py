@@ -12,11 +12,11 @@ from statistics import mean
 
 import torch
 
+from sfgrpo.evaluate import evaluate
 from sfgrpo.prompts import Prompt
 from sfgrpo.rewards import mix
 from sfgrpo.shapes import MODEL_DIR
 from sfgrpo.shapes.captions import CATEGORIES, all_captions
-from trainer.evaluate import evaluate
 from trainer.families import load_family
 from trainer.policy import LoRAPolicy, encode_prompts
 from trainer.run import quiet

@@ -1,7 +1,7 @@
 """LoRA: which linear layers carry one, and how its factors start. The headless trainer and the ComfyUI node share it.
 
 A layer's output is raised by scale * B A x, with A (rank, in), B (out, rank) and scale = alpha / rank. A starts
-uniform in +-1/sqrt(in) (Kaiming's with a = sqrt 5, as peft has it) and B at zero, so that the adapter starts as nothing.
+uniform in +-1/sqrt(in) (Kaiming's with a = sqrt 5, as peft has it) and B at zero: the adapter starts as nothing.
 Layers go by the names of a diffusers transformer, or by a model's native ones where the file format uses those (Wan).
 """
 

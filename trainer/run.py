@@ -20,15 +20,16 @@ import torch
 from tqdm import tqdm
 
 from sfgrpo import __version__
+from sfgrpo.ema import EMA
+from sfgrpo.evaluate import Evaluation, evaluate
 from sfgrpo.export import file_hash, save_lora
 from sfgrpo.loop import StepwiseGRPO
+from sfgrpo.pictures import tile
 from sfgrpo.prompts import Prompt, pick_prompts, read_prompts
 from sfgrpo.rewards import mix
 
 from .config import RunConfig, to_toml
-from .ema import EMA
 from .errors import UserError
-from .evaluate import Evaluation, evaluate, tile
 from .families import Family, check_size, family_of, load_family
 from .policy import LoRAPolicy, add_lora, encode_prompts, lora_state
 

@@ -66,7 +66,9 @@ def main(arguments: list[str]) -> int:
     check_writable(args.out)
     device = pick_device(args.device)
     quiet()
-    from .evaluate import sample_images, tile
+    from sfgrpo.evaluate import sample_images
+    from sfgrpo.pictures import tile
+
     from .policy import LoRAPolicy, encode_prompts, load_lora
 
     length = args.max_sequence_length if args.max_sequence_length is not None else (0 if embedded else 256)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
+from sfgrpo.evaluate import eval_noise, evaluate, sample_images
+from sfgrpo.pictures import tile
 from sfgrpo.prompts import Prompt
 from sfgrpo.rewards import Scores, mix
-from sfgrpo_trainer.evaluate import eval_noise, evaluate, sample_images, tile
 from sfgrpo_trainer.families import load_family
 from sfgrpo_trainer.policy import LoRAPolicy, encode_prompts
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 from PIL import Image
 
+from sfgrpo.evaluate import evaluate
 from sfgrpo.export import save_lora
+from sfgrpo.pictures import tile
 from sfgrpo.prompts import Prompt
 from sfgrpo.rewards import Scores
 from sfgrpo_trainer.cli import main
 from sfgrpo_trainer.config import LoRAConfig
-from sfgrpo_trainer.evaluate import evaluate, tile
 from sfgrpo_trainer.families import load_family
 from sfgrpo_trainer.policy import LoRAPolicy, add_lora, encode_prompts, lora_state
 

@@ -1,4 +1,4 @@
-"""Evaluation: deterministic ODE samples of fixed prompts and seeds, scored and tiled."""
+"""Evaluation: deterministic ODE samples of fixed prompts and seeds, scored."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from sfgrpo.kernels import Kernel
-from sfgrpo.noise import generator_for
-from sfgrpo.prompts import Prompt
-from sfgrpo.rewards import Scores
-from sfgrpo.rollout import rollout
-
-from .policy import LoRAPolicy
-
-TILE = 128
-"""Least side of an image in a grid, pixels; smaller ones are enlarged by a whole factor."""
+from .kernels import Kernel
+from .noise import generator_for
+from .policy import Policy
+from .prompts import Prompt
+from .rewards import Scores
+from .rollout import rollout
 
 
 @dataclass
@@ -44,7 +39,7 @@ def eval_noise(text: str, seed: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def sample_images(
-    policy: LoRAPolicy,
+    policy: Policy,
     prompts: Sequence[Prompt],
     index: Sequence[int],
     seeds: Sequence[int],
@@ -69,7 +64,7 @@ def sample_images(
 
 
 def evaluate(
-    policy: LoRAPolicy,
+    policy: Policy,
     prompts: Sequence[Prompt],
     index: Sequence[int],
     score: Callable[[Tensor, Sequence[str], Sequence[dict]], Scores],
@@ -115,30 +110,3 @@ def evaluate(
         images=torch.stack(shown[:grid]),
         captions=[prompts[i].text for i, _ in jobs[:grid]],
     )
-
-
-def tile(images: Tensor, captions: Sequence[str] | None = None, columns: int = 4) -> Image.Image:
-    """A grid of images (B, 3, H, W) in [0, 1], small ones enlarged, each with its caption below."""
-    height, width = images.shape[-2:]
-    factor = max(1, math.ceil(TILE / max(height, width)))
-    h, w, gap, text = height * factor, width * factor, 6, 18 if captions else 0
-    columns = min(columns, len(images))
-    rows = math.ceil(len(images) / columns)
-    sheet = Image.new("RGB", (columns * (w + gap) + gap, rows * (h + text + gap) + gap), "white")
-    draw = ImageDraw.Draw(sheet)
-    draw.font = ImageFont.load_default(size=12)
-    for n, image in enumerate((images.clamp(0, 1) * 255).round().byte().movedim(1, -1).cpu().numpy()):
-        x, y = gap + n % columns * (w + gap), gap + n // columns * (h + text + gap)
-        sheet.paste(Image.fromarray(image).resize((w, h), Image.Resampling.NEAREST), (x, y))
-        if captions:
-            draw.text((x + 2, y + h + 2), _fit(draw, captions[n], w), fill="black")
-    return sheet
-
-
-def _fit(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
-    """The text cut so that it fits `width` pixels."""
-    if draw.textlength(text) <= width:
-        return text
-    while text and draw.textlength(text + "...") > width:
-        text = text[:-1]
-    return text + "..."
