@@ -1,4 +1,4 @@
-"""Evaluation against a second computation with diffusers' own pipeline, and grids pixel by pixel."""
+"""Evaluation against a second computation with diffusers' own pipeline."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from sfgrpo.evaluate import eval_noise, evaluate, sample_images
-from sfgrpo.pictures import tile
 from sfgrpo.prompts import Prompt
 from sfgrpo.rewards import Scores, mix
 from sfgrpo_trainer.families import load_family
@@ -165,61 +164,3 @@ def test_progress_is_told(policy):
         on_progress=lambda done, total: told.append((done, total)),
     )
     assert told == [(0, 4), (3, 4)]
-
-
-def pixels(sheet) -> torch.Tensor:
-    """(H, W, 3) uint8."""
-    return torch.frombuffer(bytearray(sheet.tobytes()), dtype=torch.uint8).view(sheet.height, sheet.width, 3)
-
-
-def random_images(count: int, height: int, width: int):
-    levels = torch.randint(256, (count, 3, height, width), generator=torch.Generator().manual_seed(0))
-    return levels / 255, levels.to(torch.uint8).movedim(1, -1)
-
-
-def test_tile_enlarges_small_images_by_a_whole_factor():
-    images, levels = random_images(5, 32, 32)
-    sheet = pixels(tile(images, columns=3))
-    gap, side = 6, 128  # 32 pixels enlarged four times
-    assert sheet.shape == (2 * side + 3 * gap, 3 * side + 4 * gap, 3)
-    covered = torch.zeros(sheet.shape[:2], dtype=torch.bool)
-    for n in range(5):
-        y, x = gap + n // 3 * (side + gap), gap + n % 3 * (side + gap)
-        block = sheet[y : y + side, x : x + side]
-        assert torch.equal(block, levels[n].repeat_interleave(4, 0).repeat_interleave(4, 1))
-        covered[y : y + side, x : x + side] = True
-    assert bool((sheet[~covered] == 255).all())
-
-
-def test_tile_keeps_large_images_and_their_shape():
-    images, levels = random_images(2, 130, 40)
-    sheet = pixels(tile(images))
-    assert sheet.shape == (130 + 12, 2 * 40 + 3 * 6, 3)
-    assert torch.equal(sheet[6:136, 52:92], levels[1])
-    wide, _ = random_images(1, 20, 50)  # 50 -> 150 is the first multiple that reaches 128
-    assert tile(wide).size == (150 + 12, 60 + 12)
-
-
-def test_tile_writes_captions_below_and_inside_their_column():
-    images, levels = random_images(3, 64, 64)
-    bare, long = tile(images, columns=2), "a very long caption that does not fit below an image " * 3
-    sheet = tile(images, ["", "two words", long], columns=2)
-    extra = (sheet.height - bare.height) // 2  # two rows of captions
-    assert sheet.width == bare.width and 10 <= extra <= 30 and sheet.height == bare.height + 2 * extra
-    full = pixels(sheet)
-    row = 6 + 128 + extra
-    for n, (y, x) in enumerate([(6, 6), (6, 140), (row + 6, 6)]):
-        assert torch.equal(full[y : y + 128, x : x + 128], levels[n].repeat_interleave(2, 0).repeat_interleave(2, 1))
-
-    def ink(y, x) -> torch.Tensor:
-        return (full[y : y + extra, x : x + 128] < 255).any(-1)
-
-    assert not ink(134, 6).any() and ink(134, 140).any() and ink(row + 134, 6).any()
-    # The long one is cut before the image ends: nothing in the gap to its right or under the empty place beside it.
-    assert not (full[row + 134 :, 134:] < 255).any()
-
-
-def test_tile_clamps_and_rounds():
-    image = torch.tensor([-1.0, 0.0, 0.499 / 255, 0.501 / 255, 1.0, 2.0]).view(1, 1, 1, 6).expand(1, 3, 128, 6)
-    sheet = pixels(tile(image))
-    assert sheet[6, 6:12, 0].tolist() == [0, 0, 0, 1, 255, 255]
