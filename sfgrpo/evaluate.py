@@ -31,6 +31,8 @@ class Evaluation:
     """(grid, 3, H, W): the first image of the first prompts."""
     captions: list[str]
     """The prompts of `images`."""
+    rewards: list[float]
+    """The total reward of each of `images`."""
 
 
 def eval_noise(text: str, seed: int, shape: tuple[int, ...]) -> Tensor:
@@ -84,6 +86,7 @@ def evaluate(
     jobs = [(i, j) for j in range(images_per_prompt) for i in index]
     sums: dict[str, list[float]] = defaultdict(list)
     shown: list[Tensor] = []
+    totals: list[float] = []
     for start in range(0, len(jobs), batch):
         on_progress(start, len(jobs))
         part = jobs[start : start + batch]
@@ -104,9 +107,11 @@ def evaluate(
                 for key in (name, *tag):
                     sums[key] += [value] if math.isfinite(value) else []
         shown.extend(images[: max(0, grid - len(shown))])
+        totals.extend(scores.total.tolist())
     return Evaluation(
         scores={name: sum(v) / len(v) if v else math.nan for name, v in sums.items()},
         counts={name: len(v) for name, v in sums.items()},
         images=torch.stack(shown[:grid]),
         captions=[prompts[i].text for i, _ in jobs[:grid]],
+        rewards=totals[:grid],
     )

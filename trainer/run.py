@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +25,7 @@ from sfgrpo.export import file_hash, save_lora
 from sfgrpo.loop import StepwiseGRPO
 from sfgrpo.pictures import tile
 from sfgrpo.prompts import Prompt, pick_prompts, read_prompts
-from sfgrpo.rewards import mix
+from sfgrpo.rewards import check_prompts, mix
 
 from .config import RunConfig, to_toml
 from .errors import UserError
@@ -80,22 +79,18 @@ def prepare(config: RunConfig, out: Path) -> Prepared:
         raise UserError("tensorboard = true needs the package tensorboard: pip install tensorboard")
     size = (config.sampling.height, config.sampling.width)
     check_size(config.model_path, *size)
-    check_prompts(mix(config.rewards), prompts, config.prompts.file, size)
-    eval_score = mix(config.eval.rewards or config.rewards)
-    check_prompts(eval_score, eval_prompts, config.eval.file or config.prompts.file, size)
+    for rewards, asked, file in (
+        (config.rewards, prompts, config.prompts.file),
+        (config.eval.rewards or config.rewards, eval_prompts, config.eval.file or config.prompts.file),
+    ):
+        try:
+            check_prompts(mix(rewards), asked, size)
+        except ValueError as error:
+            raise UserError(f"{file}: {error}") from None
     device = pick_device(config.model.device)
     check_folder(out)
     prompts_hash = file_hash(config.prompts.file)
     return Prepared(config, out, prompts, eval_prompts[: config.eval.max_prompts], device, prompts_hash)
-
-
-def check_prompts(score: Callable, prompts: list[Prompt], file: Path, size: tuple[int, int]) -> None:
-    """Raise UserError for a prompt that a reward cannot score, by scoring blank images of (height, width)."""
-    for prompt in {p.text: p for p in prompts}.values():
-        try:
-            score(torch.full((1, 3, *size), 0.5), [prompt.text], [dict(prompt.metadata)])
-        except ValueError as error:
-            raise UserError(f"{file}: {error}") from None
 
 
 def check_writable(out: Path) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from ..prompts import Prompt
 from .jpeg import jpeg_size_reward
 from .shapes import shapes_reward
 
@@ -92,3 +94,13 @@ def mix(weights: Mapping[str, float]) -> Callable[[Tensor, Sequence[str], Sequen
     weights: name -> weight. Raises ValueError for an unknown name or an empty mapping.
     """
     return combine([Term(name, get_reward(name), weight) for name, weight in weights.items()])
+
+
+def check_prompts(
+    score: Callable[[Tensor, Sequence[str], Sequence[Mapping]], Scores],
+    prompts: Sequence[Prompt],
+    size: tuple[int, int],
+) -> None:
+    """Raise ValueError for a prompt or a size (height, width) that a reward cannot score, by scoring grey images."""
+    for prompt in {p.text: p for p in prompts}.values():
+        score(torch.full((1, 3, *size), 0.5), [prompt.text], [dict(prompt.metadata)])

@@ -1,0 +1,113 @@
+"""Names and files that a workflow gives: kept inside ComfyUI's folders, with an error for anything else.
+
+A workflow is untrusted: it comes from a website or a picture.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from torch import Tensor
+
+from ..sfgrpo.export import save_lora
+from ..sfgrpo.prompts import Prompt, read_prompts
+
+NONE = "none"
+"""Choice of a file list that stands for no file."""
+
+_RESERVED = {"con", "prn", "aux", "nul", *(f"com{i}" for i in range(10)), *(f"lpt{i}" for i in range(10))}
+_FORBIDDEN = re.compile(r'[\x00-\x1f<>:"/\\|?*%]')
+LONGEST = 100
+
+
+def safe_name(name: str) -> str:
+    """A file name, without folder and extension. Raises ValueError for what could leave the folder or be no file."""
+    name = name.strip()
+    if not name or name.startswith(".") or name.endswith(".") or len(name) > LONGEST or _FORBIDDEN.search(name):
+        raise ValueError(
+            f"the name {name[:LONGEST]!r} cannot be used: give a plain file name of at most {LONGEST} characters, "
+            'without folders, without a dot at its start or end and without any of < > : " / \\ | ? * %'
+        )
+    if name.split(".")[0].lower() in _RESERVED:
+        raise ValueError(f"the name {name!r} is reserved by Windows; choose another")
+    return name
+
+
+def prompt_files() -> list[str]:
+    """Prompt files at the top of ComfyUI's input folder."""
+    folder = Path(folder_paths.get_input_directory())
+    if not folder.is_dir():
+        return []
+    return sorted(p.name for p in folder.iterdir() if p.suffix.lower() in (".jsonl", ".txt") and p.is_file())
+
+
+def read_prompt_file(name: str) -> list[Prompt]:
+    """Prompts of a file of the input folder. Raises ValueError where it is not in `prompt_files` or has no prompts."""
+    if name not in prompt_files():
+        raise ValueError(f"prompt file {name!r} is not in ComfyUI's input folder; choose one of the list")
+    path = Path(folder_paths.get_input_directory()) / name
+    try:
+        return read_prompts(path)
+    except ValueError as error:
+        # The whole path of someone else's machine is of no use in a workflow's error.
+        raise ValueError(str(error).replace(str(path), name)) from None
+
+
+def prompts_of(text: str, file: str, negative: str) -> list[Prompt]:
+    """Prompts of a text, one a line, or of a file where one is chosen; `negative` where a prompt has none of its own.
+
+    Raises ValueError for no prompt, or for both a text and a file.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if file != NONE:
+        if lines:
+            raise ValueError("prompts come from the text or from prompt_file, not both; empty one of the two")
+        prompts = read_prompt_file(file)
+    else:
+        prompts = [Prompt(line) for line in lines]
+    if not prompts:
+        raise ValueError("write at least one prompt, one a line, or choose a prompt_file")
+    return [p if p.negative else Prompt(p.text, negative.strip(), p.metadata) for p in prompts]
+
+
+def lora_files() -> list[str]:
+    """LoRA files of ComfyUI's lora folders that are safetensors; a pickle can run code."""
+    return [name for name in folder_paths.get_filename_list("loras") if name.lower().endswith(".safetensors")]
+
+
+def read_lora_file(name: str) -> dict[str, Tensor]:
+    """Tensors of a file of the lora folders. Raises ValueError where it is not in the list or damaged."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if name not in lora_files():
+        raise ValueError(f"LoRA file {name!r} is not in the loras folders; choose one of the list")
+    try:
+        return load_file(folder_paths.get_full_path_or_raise("loras", name))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"LoRA file {name} cannot be read: {error}") from None
+
+
+class Checkpoints:
+    """LoRA files of one training in output/loras/, which ComfyUI's LoRA loaders list after a refresh."""
+
+    def __init__(self, name: str) -> None:
+        """Reserve `<name>_<number>`. Raises ValueError for a name that cannot be used."""
+        folder, stem, number, _, _ = folder_paths.get_save_image_path(
+            f"loras/{safe_name(name)}", folder_paths.get_output_directory()
+        )
+        self.folder, self.stem = Path(folder), f"{stem}_{number:05}"
+
+    def path(self, kind: str) -> Path:
+        return self.folder / f"{self.stem}_{kind}.safetensors"
+
+    def save(self, kind: str, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
+        """Write `<name>_<number>_<kind>.safetensors`, whole or not at all; returns its place as a user knows it."""
+        text = {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
+        save_lora(state, self.path(kind), text)
+        return f"output/loras/{self.path(kind).name}"

@@ -1,0 +1,272 @@
+"""One training inside ComfyUI: the core's loop around a MODEL, with evaluations, checkpoints and progress.
+
+The headless counterpart is trainer/run.py; both run sfgrpo.loop.StepwiseGRPO on the same seeds, prompts and factors, so
+that equal settings give equal LoRAs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import torch
+from torch import Tensor
+
+from ..sfgrpo import __version__
+from ..sfgrpo.config import GRPOConfig
+from ..sfgrpo.ema import EMA
+from ..sfgrpo.evaluate import Evaluation, evaluate
+from ..sfgrpo.export import fold
+from ..sfgrpo.loop import StepwiseGRPO
+from ..sfgrpo.prompts import Prompt, pick_prompts
+from .comfy_model import ComfyPolicy, open_model
+from .comfy_patch import LoRA, make_lora
+from .files import Checkpoints
+
+PHASE_SHARES = {"sample": 0.3, "estimate": 0.1, "score": 0.1, "update": 0.5}
+"""Rough shares of an iteration, for the progress bar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a training that are not the algorithm's."""
+
+    iterations: int
+    prompts_per_iteration: int
+    learning_rate: float
+    rank: int
+    alpha: float
+    """0 takes the rank."""
+    layers: str
+    """One of sfgrpo.lora.TARGETS."""
+    ema_decay: float
+    guidance: float
+    seed: int
+    adapter: str
+    """One of nodes.comfy_patch.ADAPTERS."""
+    gradient_checkpointing: bool
+    eval_every: int
+    """Iterations between evaluations."""
+    eval_prompts: int
+    """Prompts of an evaluation, from the start of the list."""
+    eval_images: int
+    """Images a prompt."""
+
+
+@dataclass
+class Trained:
+    """What a training leaves."""
+
+    state: dict[str, Tensor]
+    """The LoRA, as in a LoRA file."""
+    start: Evaluation
+    end: Evaluation
+    rows: list[dict]
+    """Metrics of each iteration."""
+    evaluations: list[dict]
+    saved: dict[str, str]
+    """best, last -> where they lie."""
+
+
+@dataclass
+class Watcher:
+    """Where progress goes."""
+
+    progress: Callable[[float, float], None] = lambda done, total: None
+    """progress(done, total)."""
+    text: Callable[[str], None] = lambda text: None
+    samples: Callable[[Evaluation], None] = lambda evaluation: None
+
+
+@dataclass
+class Training:
+    """A training that is under way."""
+
+    model: Any
+    vae: Any
+    score: Callable
+    prompts: Sequence[Prompt]
+    positive: Sequence
+    """A CONDITIONING for each prompt."""
+    negative: Sequence | None
+    sigmas: Tensor
+    latent_shape: tuple[int, ...]
+    config: GRPOConfig
+    settings: Settings
+    checkpoints: Checkpoints
+    watcher: Watcher
+    continue_from: dict[str, Tensor] | None = None
+
+    rows: list[dict] = field(default_factory=list)
+    evaluations: list[dict] = field(default_factory=list)
+    saved: dict[str, str] = field(default_factory=dict)
+    best: float = -math.inf
+
+    def run(self) -> Trained:
+        """Train to the end. Whatever stops it, what was learned is in a file by then."""
+        settings = self.settings
+        lora = self._make_lora()
+        with open_model(
+            self.model,
+            positive=self.positive,
+            negative=self.negative,
+            guidance=settings.guidance,
+            vae=self.vae,
+            latent_shape=self.latent_shape,
+            lora=lora,
+            gradient_checkpointing=settings.gradient_checkpointing,
+        ) as policy:
+            optimizer = torch.optim.AdamW(lora.parameters(), lr=settings.learning_rate, weight_decay=1e-4)
+            ema = EMA(lora.parameters(), settings.ema_decay)
+            loop = StepwiseGRPO(
+                policy,
+                self.score,
+                optimizer,
+                sigmas=self.sigmas.clone(),
+                latent_shape=self.latent_shape,
+                config=self.config,
+                seed=settings.seed,
+                device=policy.device,
+                on_progress=self._on_progress,
+                after_update=ema.update,
+            )
+            try:
+                start = end = self._evaluate(0, policy, lora, ema)
+                for iteration in range(settings.iterations):
+                    index = pick_prompts(len(self.prompts), settings.prompts_per_iteration, iteration, settings.seed)
+                    done = loop.iterate(iteration, self.prompts, index)
+                    self.rows.append({"iteration": iteration + 1, **done.metrics})
+                    last = iteration + 1 == settings.iterations
+                    if last or (iteration + 1) % settings.eval_every == 0:
+                        self._save("last", lora, ema)
+                        end = self._evaluate(iteration + 1, policy, lora, ema)
+            except BaseException:
+                # Cancel among others, which is no Exception.
+                if self.rows:
+                    self.watcher.text(f"stopped; the LoRA so far is in {self._save('last', lora, ema)}")
+                raise
+            state = self._state(lora, ema)
+        return Trained(state, start, end, self.rows, self.evaluations, self.saved)
+
+    def _make_lora(self) -> LoRA:
+        settings = self.settings
+        rank, alpha = settings.rank, settings.alpha or settings.rank
+        device = comfy.model_management.get_torch_device()
+        lora = make_lora(self.model, settings.layers, rank, alpha, settings.seed, settings.adapter, device)
+        if self.continue_from is not None:
+            load_factors(lora, self.continue_from)
+        return lora
+
+    def _on_progress(self, phase: str, done: int, total: int) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        share, iterations = done / max(total, 1), self.settings.iterations
+        before = sum(
+            s for p, s in PHASE_SHARES.items() if list(PHASE_SHARES).index(p) < list(PHASE_SHARES).index(phase)
+        )
+        self.watcher.progress(len(self.rows) + before + PHASE_SHARES[phase] * share, iterations)
+        self.watcher.text(f"iteration {len(self.rows) + 1} of {iterations}: {phase} {share:.0%}\n{self._so_far()}")
+
+    def _so_far(self) -> str:
+        """Reward so far, in words."""
+        parts = []
+        if self.rows:
+            recent = [row["reward"] for row in self.rows[-5:]]
+            parts.append(f"reward while training {sum(recent) / len(recent):.3f}")
+        if self.evaluations:
+            first, last = (self.evaluations[i]["scores"]["total"] for i in (0, -1))
+            parts.append(f"samples {first:.3f}" + (f" -> {last:.3f}" if len(self.evaluations) > 1 else ""))
+        if "last" in self.saved:
+            parts.append(f"saved: {self.saved['last']}")
+        return "\n".join(parts)
+
+    def _evaluate(self, iteration: int, policy: ComfyPolicy, lora: LoRA, ema: EMA) -> Evaluation:
+        """ODE samples of fixed prompts and seeds; saves `best` where their reward is the highest yet."""
+        settings = self.settings
+        count = min(settings.eval_prompts, len(self.prompts))
+
+        def on_progress(done: int, total: int) -> None:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            self.watcher.text(f"samples after iteration {iteration}: {done} of {total}\n{self._so_far()}")
+
+        with ema.swapped_in(), torch.no_grad():
+            result = evaluate(
+                policy,
+                self.prompts,
+                range(count),
+                self.score,
+                sigmas=self.sigmas.clone(),
+                latent_shape=self.latent_shape,
+                images_per_prompt=settings.eval_images,
+                grid=count,
+                batch=self.config.rollout_batch,
+                device=policy.device,
+                on_progress=on_progress,
+            )
+        self.evaluations.append({"iteration": iteration, "scores": result.scores})
+        self.watcher.samples(result)
+        if iteration and result.scores["total"] > self.best:
+            self.best = result.scores["total"]
+            self._save("best", lora, ema)
+        return result
+
+    def _state(self, lora: LoRA, ema: EMA) -> dict[str, Tensor]:
+        with ema.swapped_in():
+            return fold(lora.factors(), lora.scale, torch.float32)
+
+    def _save(self, kind: str, lora: LoRA, ema: EMA) -> str:
+        settings = self.settings
+        metadata = {
+            "format": "pt",
+            "software": f"stepwise-grpo {__version__} (ComfyUI node)",
+            "base_model": type(self.model.model).__name__,
+            "rank": str(settings.rank),
+            "alpha": "folded into lora_B",
+            "iteration": str(len(self.rows)),
+            "guidance": str(settings.guidance),
+            "prompts": json.dumps([p.text for p in self.prompts[:100]]),
+        }
+        self.saved[kind] = self.checkpoints.save(kind, self._state(lora, ema), metadata)
+        logging.info("Stepwise-Flow-GRPO: iteration %d saved as %s", len(self.rows), self.saved[kind])
+        return self.saved[kind]
+
+
+def load_factors(lora: LoRA, state: dict[str, Tensor]) -> None:
+    """Copy the tensors of a LoRA file onto a LoRA.
+
+    Suffixes lora_A/lora_B and lora_down/lora_up are known, and `.alpha` where it is given. Raises ValueError for a file
+    of other layers or another rank.
+    """
+    wanted = lora.factors()
+    given = {_split(key)[0] for key in state if not key.endswith(".alpha")}
+    if given != wanted.keys():
+        odd = sorted(given ^ wanted.keys())[0]
+        raise ValueError(f"the LoRA to continue from is for other layers than `layers` names (first difference: {odd})")
+    with torch.no_grad():
+        for name, (a, b) in wanted.items():
+            parts = {_split(key)[1]: value for key, value in state.items() if _split(key)[0] == name}
+            down, up = parts["a"], parts["b"]
+            if down.shape != a.shape or up.shape != b.shape:
+                raise ValueError(f"the LoRA to continue from has rank {len(down)}; set rank to {len(down)}")
+            alpha = state.get(f"{name}.alpha")
+            scale = 1.0 if alpha is None else float(alpha) / len(down)
+            a.copy_(down.float())
+            b.copy_(up.float() * (scale / lora.scale))
+
+
+def _split(key: str) -> tuple[str, str]:
+    """(layer, a or b) of a key of a LoRA file; an unknown one is its own layer."""
+    for suffix, part in (
+        (".lora_A.weight", "a"),
+        (".lora_B.weight", "b"),
+        (".lora_down.weight", "a"),
+        (".lora_up.weight", "b"),
+    ):
+        if key.endswith(suffix):
+            return key.removesuffix(suffix), part
+    return key, ""
