@@ -13,6 +13,7 @@ class StepwiseGRPOExtension(ComfyExtension):
     """All nodes of the pack."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        from .preview import TweediePreview
         from .rewards import JPEGSizeReward, RewardMix, ScoreImages, ShapesReward
         from .sampler import SDESampler
         from .shapes_demo import LoadShapesDemo
@@ -27,5 +28,6 @@ class StepwiseGRPOExtension(ComfyExtension):
             JPEGSizeReward,
             RewardMix,
             ScoreImages,
+            TweediePreview,
             TrainLoRA,
         ]
