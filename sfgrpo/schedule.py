@@ -7,12 +7,16 @@ of FLUX and Qwen-Image in diffusers:
     static shift s:     t -> s t / (1 + (s - 1) t)
     dynamic shift mu:   t -> e^mu / (e^mu + 1/t - 1)      (the static shift with s = e^mu)
     terminal t_end:     1 - t -> (1 - t) (1 - t_end) / (1 - t_{T-1})
+
+FAMILIES has the numbers of each model family: those of the scheduler_config.json that is published with its weights,
+used as its pipeline in diffusers 0.42 uses them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -90,6 +94,72 @@ def even_sigmas(
     if terminal is not None:
         t = stretch_to_terminal(t, terminal)
     return _with_zero(t)
+
+
+def unipc_sigmas(steps: int, shift: float) -> Tensor:
+    """Wan's grid, (steps + 1,): T + 1 even times from 1 to 1/1000 without the last, shifted statically, then 0.
+
+    That of diffusers' UniPCMultistepScheduler(use_flow_sigmas=True), which starts at 1 - 1e-6 for the sake of a
+    logarithm of its own.
+    """
+    return _with_zero(shift_static(torch.linspace(1, 1 / TRAIN_TIMESTEPS, steps + 1, dtype=torch.float64)[:-1], shift))
+
+
+def flux2_mu(tokens: int, steps: int) -> float:
+    """mu of FLUX.2 for an image of `tokens` latent tokens (`compute_empirical_mu`): lines fitted at 10 and 200 steps.
+
+    Linear in the steps between them; above 4300 tokens the line of 200 steps holds for all.
+    """
+    at_200 = 0.00016927 * tokens + 0.45666666
+    if tokens > 4300:
+        return at_200
+    at_10 = 8.73809524e-05 * tokens + 1.89833333
+    return at_200 + (at_200 - at_10) / 190 * (steps - 200)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a model family spaces and shifts its times. Either `shift` or `mu` is set."""
+
+    spacing: str = "even"
+    """`even` (even_sigmas), `sd3` (sd3_sigmas) or `unipc` (unipc_sigmas)."""
+    shift: float | None = None
+    """Static shift."""
+    mu: Callable[[int, int], float] | None = None
+    """mu for (latent tokens, steps)."""
+    terminal: float | None = None
+    """Last time before 0."""
+
+
+FAMILIES = {
+    "sd3": Family(spacing="sd3", shift=3.0),
+    "flux": Family(mu=lambda tokens, steps: mu_for_tokens(tokens)),
+    "flux-schnell": Family(shift=1.0),
+    "flux2": Family(mu=flux2_mu),
+    "qwen-image": Family(mu=lambda tokens, steps: mu_for_tokens(tokens, 256, 8192, 0.5, 0.9), terminal=0.02),
+    "z-image": Family(shift=3.0),
+    "wan": Family(spacing="unipc", shift=3.0),
+    "plain": Family(shift=1.0),
+}
+"""Of SD3 and SD3.5, FLUX.1-dev and -schnell, FLUX.2, Qwen-Image, Z-Image-Turbo and Wan 2.1 at 480p (diffusers advises
+a shift of 5 at 720p); `plain` are even times for any shift."""
+
+
+def family_sigmas(family: Family, steps: int, *, tokens: int = 4096, shift: float | None = None) -> Tensor:
+    """The grid of a family, (steps + 1,).
+
+    tokens: latent tokens of the image, which mu depends on; one is 16 x 16 pixels in all families of FAMILIES with a
+    mu. shift: another static shift (> 0), or another mu, than the family's own. Raises ValueError as even_sigmas does.
+    """
+    if family.mu is not None:
+        mu = family.mu(tokens, steps) if shift is None else shift
+        return even_sigmas(steps, mu=mu, terminal=family.terminal)
+    shift = family.shift if shift is None else shift
+    if family.spacing == "sd3":
+        return sd3_sigmas(steps, shift)
+    if family.spacing == "unipc":
+        return unipc_sigmas(steps, shift)
+    return even_sigmas(steps, shift=shift, terminal=family.terminal)
 
 
 def window_mask(steps: int, start: int = 0, stop: int | None = None) -> Tensor:

@@ -181,8 +181,9 @@ def stop(server: Server) -> None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory) -> Iterator[Server]:
-    """One ComfyUI for all tests of the session."""
-    server = start(tmp_path_factory.mktemp("comfyui"))
+    """One ComfyUI for all tests of the session, with the test-only nodes of `custom_nodes/`."""
+    probes = {file.name: file for file in sorted((Path(__file__).parent / "custom_nodes").glob("*.py"))}
+    server = start(tmp_path_factory.mktemp("comfyui"), nodes=probes)
     yield server
     stop(server)
 

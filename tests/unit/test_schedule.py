@@ -5,11 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
 from sfgrpo.schedule import (
+    FAMILIES,
     check_sigmas,
     even_sigmas,
+    family_sigmas,
     mu_for_tokens,
     sd3_sigmas,
     shift_dynamic,
@@ -62,6 +66,66 @@ def test_even_grid_with_static_shift_is_diffusers(steps):
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(sigmas=evenly(steps))
     torch.testing.assert_close(even_sigmas(steps, shift=3.0), scheduler.sigmas, rtol=0, atol=1e-6)
+
+
+# scheduler_config.json of Stable Diffusion 3.5, FLUX.1-dev, FLUX.1-schnell, FLUX.2, Qwen-Image and Z-Image-Turbo.
+SD3 = {"num_train_timesteps": 1000, "shift": 3.0}
+DYNAMIC = {"base_image_seq_len": 256, "base_shift": 0.5, "num_train_timesteps": 1000, "use_dynamic_shifting": True}
+FLUX = DYNAMIC | {"max_image_seq_len": 4096, "max_shift": 1.15, "shift": 3.0}
+SCHNELL = FLUX | {"shift": 1.0, "use_dynamic_shifting": False}
+QWEN = DYNAMIC | {"max_image_seq_len": 8192, "max_shift": 0.9, "shift": 1.0, "shift_terminal": 0.02}
+QWEN |= {"time_shift_type": "exponential"}
+Z_IMAGE = {"num_train_timesteps": 1000, "use_dynamic_shifting": False, "shift": 3.0}
+WAN = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "num_train_timesteps": 1000, "flow_shift": 3.0}
+
+
+def in_diffusers(family: str, steps: int, tokens: int) -> torch.Tensor:
+    """The sigmas that the family's pipeline in diffusers asks its scheduler for."""
+    if family == "wan":
+        scheduler = UniPCMultistepScheduler(**WAN)
+        scheduler.set_timesteps(steps)
+        return scheduler.sigmas
+    config = {"sd3": SD3, "flux-schnell": SCHNELL, "qwen-image": QWEN, "z-image": Z_IMAGE, "plain": {}}.get(
+        family, FLUX
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(**config)
+    if family == "sd3":
+        scheduler.set_timesteps(steps)
+        return scheduler.sigmas
+    mu = None
+    if family == "flux2":
+        mu = compute_empirical_mu(tokens, steps)
+    elif family in ("flux", "qwen-image"):
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        mu = calculate_shift(tokens, *(config[name] for name in names))
+    scheduler.set_timesteps(sigmas=evenly(steps), mu=mu)
+    return scheduler.sigmas
+
+
+@pytest.mark.parametrize("tokens", (256, 1024, 4096, 6000))
+@pytest.mark.parametrize("steps", (2, 4, 10, 28, 50))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_grid_of_every_family_is_its_pipelines(family, steps, tokens):
+    grid = family_sigmas(FAMILIES[family], steps, tokens=tokens)
+    # UniPC starts at 1 - 1e-6.
+    torch.testing.assert_close(grid, in_diffusers(family, steps, tokens), rtol=0, atol=2e-6)
+    assert torch.equal(check_sigmas(grid), grid) and grid[0] == 1
+
+
+@pytest.mark.parametrize("shift", (0.5, 1.7))
+def test_a_shift_of_ones_own(shift):
+    for family in ("flux", "flux2"):
+        given = family_sigmas(FAMILIES[family], 8, shift=shift)
+        torch.testing.assert_close(given, even_sigmas(8, mu=shift), rtol=0, atol=0)
+    qwen = family_sigmas(FAMILIES["qwen-image"], 8, shift=shift)
+    torch.testing.assert_close(qwen, even_sigmas(8, mu=shift, terminal=0.02), rtol=0, atol=0)
+    for family in ("flux-schnell", "z-image", "plain"):
+        given = family_sigmas(FAMILIES[family], 8, shift=shift)
+        torch.testing.assert_close(given, even_sigmas(8, shift=shift), rtol=0, atol=0)
+    torch.testing.assert_close(family_sigmas(FAMILIES["sd3"], 8, shift=shift), sd3_sigmas(8, shift), rtol=0, atol=0)
+    scheduler = UniPCMultistepScheduler(**WAN | {"flow_shift": shift})
+    scheduler.set_timesteps(8)
+    torch.testing.assert_close(family_sigmas(FAMILIES["wan"], 8, shift=shift), scheduler.sigmas, rtol=0, atol=2e-6)
 
 
 def test_even_grid_without_shift():
