@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 import comfy.model_management
 import comfy.utils
 import latent_preview
-import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
@@ -33,7 +31,7 @@ from .comfy_model import (
 )
 from .compat import make
 from .pictures import to_image
-from .rewards import RewardType, plain, prompt_lines
+from .rewards import RewardType, plain, prompt_lines, write_json
 
 LIVE_SIZE = 1024
 """Longest side of the live preview, pixels."""
@@ -113,7 +111,7 @@ def numbers(result: Probe, prompts: Sequence[str], settings: dict) -> str:
         "gains": plain(result.gains),
         "parts": {name: plain(values) for name, values in result.parts.items()},
     }
-    return json.dumps(data, indent=1)
+    return write_json(data)
 
 
 class TweediePreview(io.ComfyNode):

@@ -42,6 +42,17 @@ def plain(values: Tensor) -> list:
     return [plain(v) if v.ndim else (v.item() if math.isfinite(v) else None) for v in values]
 
 
+def write_json(data: dict) -> str:
+    """A JSON object with a line a key, or a line an item where the value is a list of objects."""
+
+    def value(v) -> str:
+        if isinstance(v, list) and v and isinstance(v[0], dict):
+            return "[\n  " + ",\n  ".join(json.dumps(item) for item in v) + "\n ]"
+        return json.dumps(v)
+
+    return "{\n" + ",\n".join(f" {json.dumps(k)}: {value(v)}" for k, v in data.items()) + "\n}"
+
+
 def score_text(scores: Scores, prompts: Sequence[str]) -> str:
     """Scores in words: the mean, then a line an image."""
     many = len(scores.parts) > 1
@@ -235,5 +246,5 @@ class ScoreImages(io.ComfyNode):
             {"prompt": prompt, "score": total, "rewards": {name: values[n] for name, values in parts.items()}}
             for n, (prompt, total) in enumerate(zip(texts, plain(scores.total), strict=True))
         ]
-        numbers = json.dumps({"mean": plain(mean.view(1))[0], "images": rows}, indent=1)
+        numbers = write_json({"mean": plain(mean.view(1))[0], "images": rows})
         return io.NodeOutput(scores.total.tolist(), float(mean), numbers, ui=ui.PreviewText(text))
