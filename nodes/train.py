@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import comfy.utils
-import torch
 from comfy_api.latest import io, ui
 
 from ..sfgrpo.config import GRPOConfig
@@ -16,6 +14,7 @@ from ..sfgrpo.credit import CREDITS
 from ..sfgrpo.evaluate import Evaluation
 from ..sfgrpo.kernels import KERNELS, SCHEDULES, Kernel
 from ..sfgrpo.lora import TARGETS
+from ..sfgrpo.metrics import plain
 from ..sfgrpo.objective import STEP_WEIGHTS
 from ..sfgrpo.pictures import before_after, tile
 from ..sfgrpo.plot import Series, plot
@@ -479,7 +478,7 @@ def _pairs(trained: Trained):
 
 
 def _metrics(trained: Trained, config: GRPOConfig, settings: Settings) -> dict:
-    return _plain(
+    return plain(
         {
             "iterations": trained.rows,
             "samples": trained.evaluations,
@@ -487,17 +486,6 @@ def _metrics(trained: Trained, config: GRPOConfig, settings: Settings) -> dict:
             "settings": {**asdict(settings), "grpo": asdict(config)},
         }
     )
-
-
-def _plain(value):
-    """The value with null in the place of what JSON does not have: NaN and infinity."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, torch.Tensor):
-        return _plain(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _summary(trained: Trained) -> str:

@@ -207,8 +207,8 @@ class StepwiseGRPO:
         for name, values in scores.parts.items():
             values = values[states.index[:, -1]]
             values = values[torch.isfinite(values)]
-            metrics[f"reward/{name}"] = float(values.mean())
-            metrics[f"reward/{name}_std"] = float(values.std(unbiased=False))
+            metrics[f"reward/{name}"] = float(values.mean()) if len(values) else math.nan
+            metrics[f"reward/{name}_std"] = float(values.std(unbiased=False)) if len(values) else math.nan
         if credit.gains.shape[-1]:
             metrics["gain"] = credit.gains.nanmean((0, 1)).tolist()
             metrics["gain_abs"] = credit.gains.abs().nanmean((0, 1)).tolist()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,3 +34,14 @@ def diversity(images: Tensor, group_size: int) -> Tensor:
     """
     grouped = images.reshape(-1, group_size, *images.shape[1:])
     return grouped.std(dim=1, unbiased=False).flatten(1).mean(1)
+
+
+def plain(value: Any) -> Any:
+    """Nested dicts, lists and tensors of numbers as JSON has them: None in the place of NaN and infinity."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, Tensor):
+        return plain(value.tolist())
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -39,6 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sfgrpo: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # The reader has gone (`sfgrpo train --help | head`); what is left to print goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _take_out(arguments: list[str], default: Path) -> tuple[Path, list[str]]:

@@ -352,3 +352,21 @@ def to_toml(config: RunConfig) -> str:
         return str(value) if isinstance(value, Path) else value
 
     return tomli_w.dumps(plain(dataclasses.asdict(config)))
+
+
+def without_folders(config: RunConfig) -> RunConfig:
+    """The settings with file names alone where they name files here: what may go into a file that is passed on."""
+
+    def name(path: Path | None) -> Path | None:
+        return None if path is None else Path(path.name)
+
+    model = config.model
+    if Path(model.path).exists():
+        model = dataclasses.replace(model, path=Path(model.path).name)
+    return dataclasses.replace(
+        config,
+        model=model,
+        prompts=dataclasses.replace(config.prompts, file=name(config.prompts.file)),
+        eval=dataclasses.replace(config.eval, file=name(config.eval.file)),
+        lora=dataclasses.replace(config.lora, continue_from=name(config.lora.continue_from)),
+    )

@@ -37,15 +37,23 @@ pre {{ overflow-x: auto; font-size: .85rem; }}
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Rows of a .jsonl file; an unfinished last line is left out."""
+    """Rows of a .jsonl file, NaN where they have null; an unfinished last line is left out."""
     rows = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                rows.append(json.loads(line))
+                rows.append(_with_nan(json.loads(line)))
             except json.JSONDecodeError:
                 continue
     return rows
+
+
+def _with_nan(value):
+    if isinstance(value, dict):
+        return {k: _with_nan(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(v) for v in value]
+    return math.nan if value is None else value
 
 
 def write_report(run: Path) -> Path:

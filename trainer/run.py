@@ -23,14 +23,14 @@ from sfgrpo.ema import EMA
 from sfgrpo.evaluate import Evaluation, evaluate
 from sfgrpo.export import file_hash, save_lora
 from sfgrpo.loop import StepwiseGRPO
+from sfgrpo.metrics import plain
 from sfgrpo.pictures import tile
 from sfgrpo.prompts import Prompt, pick_prompts, read_prompts
 from sfgrpo.rewards import check_prompts, mix
 
-from .config import RunConfig, to_toml
+from .config import RunConfig, to_toml, without_folders
 from .errors import UserError
 from .families import Family, check_size, family_of, load_family
-from .policy import LoRAPolicy, add_lora, encode_prompts, lora_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FREE_BYTES = 500_000_000
@@ -124,6 +124,8 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
+        if device.type == "meta":
+            raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return device
@@ -148,6 +150,8 @@ class Run:
     """A run with its model loaded."""
 
     def __init__(self, prepared: Prepared) -> None:
+        from .policy import LoRAPolicy, add_lora
+
         config, self.prepared = prepared.config, prepared
         self.config, self.out, self.device = config, prepared.out, prepared.device
         self.started = time.time()
@@ -195,6 +199,8 @@ class Run:
 
     def _encode(self):
         """Encode every prompt that this run will use, then free the encoders."""
+        from .policy import encode_prompts
+
         config, count = self.config, len(self.prepared.prompts)
         needed = set(self.eval_index)
         for iteration in range(config.iterations):
@@ -240,6 +246,8 @@ class Run:
 
     def save(self, name: str, iteration: int) -> Path:
         """Write the averaged adapter as `<name>.safetensors`."""
+        from .policy import lora_state
+
         path = self.out / f"{name}.safetensors"
         config = self.config
         with self.ema.swapped_in():
@@ -247,19 +255,19 @@ class Run:
         metadata = {
             "format": "pt",
             "software": f"stepwise-grpo {__version__}",
-            "base_model": config.model.path,
+            "base_model": without_folders(config).model.path,
             "rank": str(config.lora.rank),
             "alpha": "folded into lora_B",
             "iteration": str(iteration),
             "prompts_sha256": self.prepared.prompts_sha256,
-            "config": to_toml(config),
+            "config": to_toml(without_folders(config)),
         }
         save_lora(state, path, metadata)
         return path
 
     def _log(self, file: str, row: dict) -> None:
         with (self.out / file).open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(row) + "\n")
+            handle.write(json.dumps(plain(row)) + "\n")
 
     def train(self) -> Result:
         """All iterations, with evaluations, saves and the report."""

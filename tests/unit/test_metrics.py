@@ -1,8 +1,11 @@
 """Measurements of images whose numbers are known."""
 
+import json
+import math
+
 import torch
 
-from sfgrpo.metrics import brightness, diversity, luma, sharpness
+from sfgrpo.metrics import brightness, diversity, luma, plain, sharpness
 
 
 def grey(values) -> torch.Tensor:
@@ -43,3 +46,9 @@ def test_diversity_is_the_std_within_a_group():
     # All four as one group: mean 0.7, deviations -0.7 0.3 0.2 0.2; and 0.3 0.3 0.1 0.1.
     close(diversity(images, 4), [(0.165**0.5 + 0.1) / 2])
     close(diversity(images, 1), [0.0] * 4)
+
+
+def test_plain_numbers_are_json_without_nan():
+    value = {"a": [1.0, math.nan, (math.inf, 2)], "b": torch.tensor([[0.5, -math.inf]]), "c": "NaN", "d": 3}
+    assert plain(value) == {"a": [1.0, None, [None, 2]], "b": [[0.5, None]], "c": "NaN", "d": 3}
+    assert json.loads(json.dumps(plain(value), allow_nan=False)) == plain(value)
