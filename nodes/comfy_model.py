@@ -284,8 +284,12 @@ def open_model(
         else:
             patcher.set_injections(KEY, [lora.injection()])
             with training_mode(), recomputed_in_backward(patcher.model.diffusion_model, gradient_checkpointing):
-                policy.start()
-                yield policy
+                try:
+                    policy.start()
+                    yield policy
+                finally:
+                    # First what was put on last.
+                    patcher.eject_model()
     finally:
         patcher.eject_model()
         patcher.remove_injections(KEY)

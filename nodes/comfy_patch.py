@@ -240,10 +240,10 @@ def recomputed_in_backward(model: nn.Module, blocks: bool) -> Iterator[None]:
 
     The forward hooks of a layer stand outside what is run again, for it is the layer's `forward` that is replaced.
     """
-    undo: list[tuple[nn.Module, Callable | None]] = []
+    undo: list[tuple[nn.Module, Callable, Callable | None]] = []
 
     def replace(module: nn.Module, forward: Callable) -> None:
-        undo.append((module, module.__dict__.get("forward")))
+        undo.append((module, forward, module.__dict__.get("forward")))
         module.forward = forward
 
     try:
@@ -255,11 +255,14 @@ def recomputed_in_backward(model: nn.Module, blocks: bool) -> Iterator[None]:
                     replace(block, _checkpointed_forward(block.forward))
         yield
     finally:
-        for module, forward in reversed(undo):
-            if forward is None:
+        for module, ours, before in reversed(undo):
+            # ComfyUI's bypass LoRA replaces `forward` too, and may have put its own there meanwhile.
+            if module.__dict__.get("forward") is not ours:
+                continue
+            if before is None:
                 del module.forward
             else:
-                module.forward = forward
+                module.forward = before
 
 
 def _casting_forward(module: nn.Module, forward: Callable) -> Callable:
