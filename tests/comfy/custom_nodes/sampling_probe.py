@@ -87,7 +87,7 @@ class BareModel:
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"config": ("STRING", {})}}
+        return {"required": {"config": ([name for name in dir(comfy.supported_models) if name[0].isupper()],)}}
 
     def make(self, config):
         sizes = {"hidden_size": 128, "in_channels": 4, "dim": 128}
@@ -126,6 +126,20 @@ class Record:
         return (comfy.samplers.KSAMPLER(recorded, sampler.extra_options, sampler.inpaint_options),)
 
 
+class ManualSigmas:
+    """SIGMAS from numbers."""
+
+    RETURN_TYPES = ("SIGMAS",)
+    FUNCTION = "make"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"sigmas": ("STRING", {})}}
+
+    def make(self, sigmas):
+        return (torch.tensor([float(number) for number in sigmas.split(",") if number]),)
+
+
 class SaveSigmas:
     """Write SIGMAS to a file."""
 
@@ -148,5 +162,6 @@ NODE_CLASS_MAPPINGS = {
     "Probe_TinyWan": TinyWan,
     "Probe_BareModel": BareModel,
     "Probe_Record": Record,
+    "Probe_ManualSigmas": ManualSigmas,
     "Probe_SaveSigmas": SaveSigmas,
 }
