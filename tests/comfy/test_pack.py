@@ -15,4 +15,5 @@ def test_every_node_is_registered(server):
         "SFGRPO_TrainLoRA",
         "SFGRPO_TweediePreview",
     }
-    assert "Traceback" not in server.log()
+    # Later on other tests make mistakes on purpose.
+    assert "Traceback" not in server.log().split("To see the GUI go to")[0]
