@@ -122,9 +122,12 @@ def sample_stepwise(
             # What every kernel does there, without the rounding of x - t (x - x0_hat) / t.
             return denoised.to(x.dtype)
         velocity = (x.float() - denoised.float()) / t
-        step = (kernel if window[k] else ode).transition(x, velocity, t, s)
-        noisy = step.sample(scale * draw(streams, x.shape[1:], x.device)) if stds[k] > 0 else step.mean
-        x = noisy.to(x.dtype)
+        if stds[k] > 0:
+            noise = scale * draw(streams, x.shape[1:], x.device)
+            following = kernel.transition(x, velocity, t, s).sample(noise)
+        else:
+            following = ode.transition(x, velocity, t, s).mean
+        x = following.to(x.dtype)
     return x
 
 
