@@ -20,7 +20,6 @@ import comfy.samplers
 import torch
 from torch import Tensor
 
-from ..sfgrpo.schedule import even_sigmas, sd3_sigmas
 from .comfy_patch import KEY, LoRA, recomputed_in_backward, training_mode, usable_by_autograd
 
 TRAINING_MEMORY = 4
@@ -58,18 +57,6 @@ def check_flow_model(model) -> None:
             f"this MODEL ({type(model.model).__name__}) is not a flow-matching model; connect one like SD3.5, FLUX, "
             "Qwen-Image, Z-Image or Wan"
         )
-
-
-def default_sigmas(model, steps: int, width: int, height: int) -> Tensor:
-    """The grid of a MODEL's own shift, (steps + 1,); that of diffusers where the shift is static.
-
-    width and height are those of the image, in pixels; FLUX-like models in ComfyUI carry their mu themselves.
-    """
-    sampling = model.get_model_object("model_sampling")
-    shift = float(getattr(sampling, "shift", 1.0))
-    if isinstance(sampling, comfy.model_sampling.ModelSamplingFlux):
-        return even_sigmas(steps, mu=shift)
-    return sd3_sigmas(steps, shift)
 
 
 def latent_shape(model, vae, width: int, height: int) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ from ..sfgrpo.tweedie import clean_estimate
 from .comfy_model import (
     ComfyPolicy,
     check_flow_model,
-    default_sigmas,
     encode_prompts,
     latent_shape,
     open_model,
@@ -32,6 +31,7 @@ from .comfy_model import (
 from .compat import make
 from .pictures import to_image
 from .rewards import RewardType, plain, prompt_lines, write_json
+from .sigmas import flow_sigmas
 
 LIVE_SIZE = 1024
 """Longest side of the live preview, pixels."""
@@ -183,7 +183,9 @@ class TweediePreview(io.ComfyNode):
         texts, score = prompt_lines(prompts), combine(reward)
         chosen = Kernel(name=kernel, eta=eta, schedule=schedule)
         shape = latent_shape(model, vae, width, height)
-        grid = check_sigmas(default_sigmas(model, steps, width, height) if sigmas is None else sigmas.cpu())
+        grid = check_sigmas(
+            flow_sigmas("auto", steps, width=width, height=height, model=model) if sigmas is None else sigmas.cpu()
+        )
         asked = [Prompt(text) for text in texts]
         check_prompts(score, asked, (height, width))
         conditioning = conditioning_for(texts, clip, positive, negative, guidance)

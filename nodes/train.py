@@ -21,12 +21,13 @@ from ..sfgrpo.plot import Series, plot
 from ..sfgrpo.prompts import Prompt, pick_prompts
 from ..sfgrpo.rewards import check_prompts, combine
 from ..sfgrpo.schedule import check_sigmas
-from .comfy_model import check_flow_model, default_sigmas, encode_prompts, latent_shape, split_conditioning
+from .comfy_model import check_flow_model, encode_prompts, latent_shape, split_conditioning
 from .comfy_patch import ADAPTERS
 from .compat import make
 from .files import NONE, Checkpoints, lora_files, prompt_files, prompts_of, read_lora_file
 from .pictures import show_text, to_image
 from .rewards import RewardType
+from .sigmas import flow_sigmas
 from .training import Settings, Trained, Training, Watcher
 
 SHOWN = 512
@@ -77,7 +78,9 @@ class TrainLoRA(io.ComfyNode):
         width, height = inputs["width"], inputs["height"]
         shape = latent_shape(model, vae, width, height)
         sigmas = inputs.get("sigmas")
-        sigmas = default_sigmas(model, inputs["steps"], width, height) if sigmas is None else check_sigmas(sigmas)
+        if sigmas is None:
+            sigmas = flow_sigmas("auto", inputs["steps"], width=width, height=height, model=model)
+        sigmas = check_sigmas(sigmas)
         config.check_windows(sigmas)
         score = combine(reward)
         check_prompts(score, prompts, (height, width))
