@@ -126,7 +126,7 @@ class WordTokenizer(comfy.sd1_clip.SDTokenizer):
             if self.embedding_key == "clip_l":  # once, not for each encoder
                 logging.warning("the shapes model reads %d words; the rest is left out: %s", self.context - 2, text)
             tokens = [*tokens[: self.context - 1], tokens[-1]]
-        self.pad_tokens(tokens, self.context - len(tokens))
+        tokens += [(self.pad_token, 1.0, 0)] * (self.context - len(tokens))
         return [tokens if return_word_ids else [token[:2] for token in tokens]]
 
 

@@ -1,7 +1,7 @@
 """Runs in ComfyUI's folder, in a process without diffusers: what Load Shapes Demo Model gives, as a file.
 
 Arguments: the pack's folder, a safetensors file of inputs, a JSON list of texts, the safetensors file to write. Prints
-one JSON line: what was logged, and which forbidden packages were imported.
+one JSON line: what was logged, which forbidden packages were imported, and what this ComfyUI can do.
 """
 
 import importlib.util
@@ -19,6 +19,7 @@ import comfy.options  # noqa: E402
 
 comfy.options.enable_args_parsing()
 import comfy.cli_args  # noqa: E402
+import comfy.latent_formats  # noqa: E402
 import comfy.model_management  # noqa: E402
 import latent_preview  # noqa: E402
 import numpy as np  # noqa: E402
@@ -74,13 +75,15 @@ with torch.inference_mode():
     out["encoded"] = model.model.process_latent_in(vae.encode(inputs["images"]))
     out["encoded_tiled"] = model.model.process_latent_in(vae.encode_tiled(inputs["images"], tile_x=64, tile_y=64))
     previewer = latent_preview.get_previewer(torch.device("cpu"), model.model.latent_format)
-    pictures = [previewer.decode_latent_to_preview(x[None]) for x in inputs["latents"]]
-    out["previews"] = torch.stack([torch.from_numpy(np.array(picture)) for picture in pictures])
+    if previewer is not None:
+        pictures = [previewer.decode_latent_to_preview(x[None]) for x in inputs["latents"]]
+        out["previews"] = torch.stack([torch.from_numpy(np.array(picture)) for picture in pictures])
     log = list(lines)
-    # What ComfyUI does where it needs a second copy of a part.
+    # What ComfyUI does where it needs a second copy of a part, in versions that do.
+    dynamic = {"disable_dynamic": True} if hasattr(model, "is_dynamic") else {}
     for name, patcher in (("model", model), ("clip", clip.patcher), ("vae", vae.patcher)):
         function, arguments = patcher.cached_patcher_init
-        again = function(*arguments, disable_dynamic=True)
+        again = function(*arguments, **dynamic)
         assert again.model is not patcher.model
         pairs = zip(again.model.state_dict().items(), patcher.model.state_dict().items(), strict=True)
         assert all(k == j and torch.equal(v, w) for (k, v), (j, w) in pairs)
@@ -90,4 +93,9 @@ with torch.inference_mode():
 
 save_file({k: v.detach().clone().contiguous() for k, v in out.items()}, outputs_file)
 forbidden = [name for name in ("diffusers", "peft", "accelerate", "sfgrpo", "trainer") if name in sys.modules]
-print(json.dumps({"log": log, "forbidden": forbidden}))
+# What came after ComfyUI 0.3.64.
+later = {
+    "previews": hasattr(comfy.latent_formats.LatentFormat, "latent_rgb_factors_reshape"),
+    "resizes": hasattr(comfy.latent_formats.LatentFormat, "spacial_downscale_ratio"),
+}
+print(json.dumps({"log": log, "forbidden": forbidden, "later": later}))

@@ -186,7 +186,9 @@ def test_vae_is_that_of_diffusers(pipe, parts):
 
 
 def test_previews_show_the_picture(pipe, parts):
-    inputs, out, _ = parts
+    inputs, out, said = parts
+    if not said["later"]["previews"]:
+        pytest.skip("this ComfyUI cannot decode previews by other means than its own")
     expected = to_images(pipe, inputs["latents"]).movedim(1, -1) * 255
     assert out["previews"].dtype == torch.uint8
     assert (out["previews"].float() - expected).abs().max() <= 1.01
@@ -196,7 +198,7 @@ def test_nothing_is_logged_or_needed_beyond_comfyui(parts):
     """But that a text is too long, once for each."""
     _, _, said = parts
     cut = [["WARNING", f"the shapes model reads 10 words; the rest is left out: {TEXTS[name]}"] for name in TOO_LONG]
-    assert said == {"log": cut, "forbidden": []}
+    assert (said["log"], said["forbidden"]) == (cut, [])
 
 
 def graph(caption: str, sigmas: torch.Tensor, *, cfg: float, seed: int = SEED, lora: str | None = None) -> dict:
@@ -207,7 +209,7 @@ def graph(caption: str, sigmas: torch.Tensor, *, cfg: float, seed: int = SEED, l
         "negative": ("CLIPTextEncode", {"clip": ["load", 1], "text": "a green cross"}),
         "noise": ("RandomNoise", {"noise_seed": seed}),
         "sampler": ("KSamplerSelect", {"sampler_name": "euler"}),
-        "sigmas": ("ManualSigmas", {"sigmas": ", ".join(f"{s:.9f}" for s in sigmas.tolist())}),
+        "sigmas": ("Probe_ManualSigmas", {"sigmas": ", ".join(f"{s:.9f}" for s in sigmas.tolist())}),
         "guider": (
             "CFGGuider",
             {"model": ["load", 0], "positive": ["positive", 0], "negative": ["negative", 0], "cfg": cfg},
@@ -279,8 +281,10 @@ def test_stock_graph_gives_the_latents_of_the_pipeline(server, pipe, cfg):
     torch.testing.assert_close(got, by_pipeline(pipe, "two blue squares", cfg=cfg), rtol=0, atol=1e-4)
 
 
-def test_live_previews_are_pictures(server, pipe):
+def test_live_previews_are_pictures(server, pipe, parts):
     """One a step, through the websocket as the frontend gets them; the last is the finished picture."""
+    if not parts[2]["later"]["previews"]:
+        pytest.skip("this ComfyUI cannot decode previews by other means than its own")
     prompt = graph("a yellow square", grid(pipe), cfg=1.0)
 
     async def run() -> list[bytes]:
@@ -375,7 +379,7 @@ def test_api_workflow(server, pipe):
     assert verify(images, [parse(prompt["2"]["inputs"]["text"])] * 4).strict.sum() >= 3
 
 
-def test_stock_nodes(server, pipe):
+def test_stock_nodes(server, pipe, parts):
     """Empty latents of stock nodes, image to image, tiles, saved files: each branch against its twin."""
 
     def sample(latent, model=("load", 0), *, denoise=1.0):
@@ -402,7 +406,9 @@ def test_stock_nodes(server, pipe):
         return kind, {"samples": [node, 0], "vae": ["load", 2]} | options
 
     tiles = {"tile_size": 64, "overlap": 0, "temporal_size": 64, "temporal_overlap": 8}
-    size = {"width": 32, "height": 32, "batch_size": 1}
+    # Older versions make every empty latent for 8x.
+    side = 32 if parts[2]["later"]["resizes"] else 64
+    size = {"width": side, "height": side, "batch_size": 1}
     outcome = server.run(
         api(
             {
