@@ -50,12 +50,18 @@ def split_conditioning(conditioning) -> list:
 
 
 def check_flow_model(model) -> None:
-    """Raise ValueError for a MODEL that is no flow-matching model."""
+    """Raise ValueError for a MODEL that is no flow-matching model, or starts from other than unit noise."""
     sampling = model.get_model_object("model_sampling")
     if not isinstance(sampling, comfy.model_sampling.CONST):
         raise ValueError(
             f"this MODEL ({type(model.model).__name__}) is not a flow-matching model; connect one like SD3.5, FLUX, "
             "Qwen-Image, Z-Image or Wan"
+        )
+    scale = getattr(sampling, "noise_scale", 1.0)
+    if scale != 1:
+        raise ValueError(
+            f"this MODEL ({type(model.model).__name__}) starts from noise of {scale:g} times the usual strength, which "
+            "rollouts do not know; connect another model"
         )
 
 

@@ -10,6 +10,7 @@ import comfy.model_management
 import comfy.utils
 import latent_preview
 from comfy_api.latest import io, ui
+from PIL import Image
 from torch import Tensor
 
 from ..sfgrpo.kernels import DEFAULT_ETA, KERNELS, SCHEDULES, Kernel
@@ -29,7 +30,7 @@ from .comfy_model import (
     split_conditioning,
 )
 from .compat import make
-from .pictures import to_image
+from .pictures import arrange, to_image
 from .rewards import RewardType, plain, prompt_lines, write_json
 from .sigmas import flow_sigmas
 
@@ -72,6 +73,10 @@ class Live:
         if time.monotonic() - self.drawn > LIVE_SECONDS:
             self.picture = ("JPEG", self.board.draw(), LIVE_SIZE)
             self.drawn = time.monotonic()
+
+    def finish(self, picture: Image.Image) -> None:
+        """Leave a picture on the node: the frontend goes on showing the last preview instead of the node's images."""
+        self.bar.update_absolute(self.bar.total, preview=("JPEG", picture, max(picture.size)))
 
 
 def conditioning_for(prompts: Sequence[str], clip, positive, negative, guidance: float) -> tuple[list, list | None]:
@@ -210,7 +215,9 @@ class TweediePreview(io.ComfyNode):
                 on_images=live.on_images,
             )
             final = policy.to_comfy_latent(result.trajectory.final)
-        estimates, plot = to_image(live.board.draw()), to_image(draw_plot(result, texts))
+        board, plot = live.board.draw(), draw_plot(result, texts)
+        live.finish(arrange([board, plot], gap=8))
+        estimates, plot = to_image(board), to_image(plot)
         settings = {
             "trajectories": trajectories,
             "substeps": substeps,

@@ -228,6 +228,9 @@ def test_it_shows_the_board_while_it_runs(graph):
     assert pictures[0].format == "JPEG" and max(width, height) <= 1024 and min(width, height) > 200
     grey = sum(n for n, colour in pictures[0].convert("RGB").getcolors(1 << 24) if all(235 < c < 245 for c in colour))
     assert grey > 0.4 * width * height
+    # The last one is what stays on the node: board and plot, whole.
+    last = pictures[-1]
+    assert last.width > 6 * 128 and last.height > 8 * 128 + 700 and max(last.size) > 1024
 
 
 @pytest.mark.parametrize("share", (0.02, 0.45, 0.7), ids=("rollout", "estimates", "decoding"))
@@ -274,3 +277,18 @@ def test_sigmas_that_end_early_are_named(graph):
     high = graph.add("SplitSigmas", sigmas=sigmas, step=3)()
     graph.preview(sigmas=high)
     assert graph.server.run(graph.nodes).error.startswith("sigmas must start at 1 or below and end at exactly 0, got")
+
+
+@pytest.mark.parametrize(
+    "kind, options, words",
+    (
+        ("ModelSamplingDiscrete", {"sampling": "v_prediction", "zsnr": False}, "is not a flow-matching model; connect"),
+        ("ModelNoiseScale", {"noise_scale": 3.0}, "starts from noise of 3 times the usual strength"),
+    ),
+)
+def test_models_that_do_not_fit_are_named(graph, kind, options, words):
+    if kind not in graph.server.get("/object_info"):
+        pytest.skip(f"this ComfyUI has no {kind}")
+    graph.preview(model=graph.add(kind, model=graph.demo(0), **options)())
+    outcome = graph.server.run(graph.nodes)
+    assert outcome.status == "error" and words in outcome.error and "\n" not in outcome.error
