@@ -6,10 +6,12 @@ pack must not need (diffusers, peft, accelerate) is made unimportable in the ser
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -25,6 +27,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = ("diffusers", "peft", "accelerate")
 PACK = "ComfyUI-Stepwise-Flow-GRPO"
+TEXT_EVENT = 3
+"""Kind of a websocket message with the text of a node, after the length of the node's id and the id."""
 START_SECONDS = 300
 RUN_SECONDS = 600
 
@@ -86,10 +90,10 @@ class Server:
             data = answer.read()
         return json.loads(data) if data else {}
 
-    def queue(self, prompt: dict) -> str:
+    def queue(self, prompt: dict, client: str = "") -> str:
         """Queue an API-format prompt; returns its id. Raises ValueError with ComfyUI's words where it is refused."""
         try:
-            return self.post("/prompt", {"prompt": prompt, "client_id": uuid.uuid4().hex})["prompt_id"]
+            return self.post("/prompt", {"prompt": prompt, "client_id": client or uuid.uuid4().hex})["prompt_id"]
         except urllib.error.HTTPError as refusal:
             raise ValueError(refusal.read().decode()) from None
 
@@ -124,6 +128,35 @@ class Server:
         except ValueError as refusal:
             return Outcome("error", {}, str(refusal))
         return self.wait(prompt_id, timeout)
+
+    def watch(self, prompt: dict, on_text: Callable[[str], None], timeout: float = RUN_SECONDS) -> Outcome:
+        """Queue a prompt, and hand on_text each text that nodes show while they run, as it comes; waits for the end.
+
+        Raises ValueError where the prompt is refused.
+        """
+        return asyncio.run(asyncio.wait_for(self._watch(prompt, on_text), timeout))
+
+    async def _watch(self, prompt: dict, on_text: Callable[[str], None]) -> Outcome:
+        import aiohttp
+
+        client = uuid.uuid4().hex
+        async with (
+            aiohttp.ClientSession() as session,
+            session.ws_connect(f"{self.url}/ws?clientId={client}", max_msg_size=0) as socket,
+        ):
+            # The server greets; no text is missed from here on.
+            await socket.receive()
+            prompt_id = self.queue(prompt, client)
+            async for message in socket:
+                if message.type == aiohttp.WSMsgType.BINARY:
+                    kind, length = struct.unpack(">II", message.data[:8])
+                    if kind == TEXT_EVENT:
+                        on_text(message.data[8 + length :].decode())
+                    continue
+                event = json.loads(message.data)
+                if event["type"] == "executing" and event["data"]["node"] is None:
+                    break
+        return self.wait(prompt_id)
 
 
 def free_port() -> int:

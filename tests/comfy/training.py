@@ -68,9 +68,9 @@ class Graph:
             inputs["reward"] = self.reward()
         return self.add("train", "SFGRPO_TrainLoRA", **{k: v for k, v in inputs.items() if v is not None})
 
-    def look(self, model: list | None = None, name: str = "look", **after) -> None:
-        """Have a MODEL looked at; `after` is waited for."""
-        self.add(name, "Probe_Look", model=model or self.model, **after)
+    def look(self, model: list | None = None, name: str = "look", **after) -> list:
+        """Have a MODEL looked at; `after` is waited for. Returns the MODEL, for what is to come later."""
+        return self.add(name, "Probe_Look", model=model or self.model, **after)
 
     def draw(self, name: str, model: list | None = None, *, cfg: float = 1.0, sigmas: str = "", **after) -> None:
         """A picture by stock nodes, computed anew and saved as a latent; `after` is waited for.

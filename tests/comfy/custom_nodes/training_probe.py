@@ -24,9 +24,12 @@ class Fresh:
 
 
 class Look(Fresh):
-    """Which object a MODEL is, a hash of its weights, and whatever does not belong on a model at rest."""
+    """Which object a MODEL is, a hash of its weights, and whatever does not belong on a model at rest.
 
-    RETURN_TYPES = ()
+    The MODEL is given on, for nodes that are to run later.
+    """
+
+    RETURN_TYPES = ("MODEL",)
     OUTPUT_NODE = True
     FUNCTION = "look"
 
@@ -60,7 +63,7 @@ class Look(Fresh):
             "in_training": comfy.model_management.in_training,
             "inference_mode": torch.is_inference_mode_enabled(),
         }
-        return {"ui": {"text": [json.dumps(found)]}}
+        return {"ui": {"text": [json.dumps(found)]}, "result": (model,)}
 
 
 def hash_of(state):
