@@ -93,6 +93,16 @@ def read_lora_file(name: str) -> dict[str, Tensor]:
         raise ValueError(f"LoRA file {name} cannot be read: {error}") from None
 
 
+def stamps(prompt_file: str, lora_file: str) -> str:
+    """Size and time of change of files of the two lists; empty for what is in neither."""
+    paths = []
+    if prompt_file in prompt_files():
+        paths.append(Path(folder_paths.get_input_directory()) / prompt_file)
+    if lora_file in lora_files():
+        paths.append(Path(folder_paths.get_full_path_or_raise("loras", lora_file)))
+    return " ".join(f"{s.st_size}/{s.st_mtime_ns}" for s in (path.stat() for path in paths))
+
+
 class Checkpoints:
     """LoRA files of one training in output/loras/, which ComfyUI's LoRA loaders list after a refresh."""
 

@@ -8,26 +8,22 @@ from dataclasses import asdict
 
 import comfy.utils
 from comfy_api.latest import io, ui
+from PIL import Image
 
 from ..sfgrpo.config import GRPOConfig
-from ..sfgrpo.credit import CREDITS
-from ..sfgrpo.evaluate import Evaluation
-from ..sfgrpo.kernels import KERNELS, SCHEDULES, Kernel
-from ..sfgrpo.lora import TARGETS
+from ..sfgrpo.kernels import Kernel
 from ..sfgrpo.metrics import plain
-from ..sfgrpo.objective import STEP_WEIGHTS
-from ..sfgrpo.pictures import before_after, tile
+from ..sfgrpo.pictures import before_after
 from ..sfgrpo.plot import Series, plot
 from ..sfgrpo.prompts import Prompt, pick_prompts
 from ..sfgrpo.rewards import check_prompts, combine
 from ..sfgrpo.schedule import check_sigmas
 from .comfy_model import check_flow_model, encode_prompts, latent_shape, split_conditioning
-from .comfy_patch import ADAPTERS
 from .compat import make
-from .files import NONE, Checkpoints, lora_files, prompt_files, prompts_of, read_lora_file
+from .files import NONE, Checkpoints, prompts_of, read_lora_file, stamps
 from .pictures import show_text, to_image
-from .rewards import RewardType
 from .sigmas import flow_sigmas
+from .train_inputs import all_inputs
 from .training import Settings, Trained, Training, Watcher
 
 SHOWN = 512
@@ -49,7 +45,7 @@ class TrainLoRA(io.ComfyNode):
             "the model draws, the reward judges, and each denoising step is credited with what it added.",
             is_output_node=True,
             hidden=[io.Hidden.unique_id],
-            inputs=[*_sockets(), *_main_settings(), *_advanced_settings()],
+            inputs=all_inputs(),
             outputs=[
                 io.Custom("LORA_MODEL").Output(
                     "lora", display_name="lora", tooltip="The LoRA, for Save LoRA Weights and Load LoRA Model."
@@ -66,6 +62,11 @@ class TrainLoRA(io.ComfyNode):
                 io.String.Output("metrics", display_name="metrics", tooltip="All numbers of the training, as JSON."),
             ],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, prompt_file=NONE, continue_from=NONE, **inputs) -> str:
+        """What the chosen files hold: ComfyUI itself would take a training as done where only their content changed."""
+        return stamps(prompt_file, continue_from)
 
     @classmethod
     def execute(cls, model, vae, reward, **inputs) -> io.NodeOutput:
@@ -88,6 +89,7 @@ class TrainLoRA(io.ComfyNode):
         continued = None if inputs["continue_from"] == NONE else read_lora_file(inputs["continue_from"])
         checkpoints = Checkpoints(inputs["name"])
         positive, negative = _conditioning(inputs, prompts, conditioned, settings)
+        watcher = _watcher(cls)
         training = Training(
             model=model,
             vae=vae,
@@ -100,270 +102,23 @@ class TrainLoRA(io.ComfyNode):
             config=config,
             settings=settings,
             checkpoints=checkpoints,
-            watcher=_watcher(cls),
+            watcher=watcher,
             continue_from=continued,
         )
         trained = training.run()
         patched, _ = comfy.sd.load_lora_for_models(model, None, trained.state, 1.0, 0.0)
-        pairs, metrics = to_image(_pairs(trained)), _metrics(trained, config, settings)
+        pairs, summary = _pairs(trained), _summary(trained)
+        # The frontend goes on showing the last preview and text instead of the node's own.
+        watcher.picture(pairs)
+        watcher.text(summary)
         return io.NodeOutput(
             trained.state,
             patched,
             to_image(_plot(trained)),
-            pairs,
-            json.dumps(metrics),
-            ui={**ui.PreviewImage(pairs, cls=cls).as_dict(), **ui.PreviewText(_summary(trained)).as_dict()},
+            to_image(pairs),
+            json.dumps(_metrics(trained, config, settings)),
+            ui={**ui.PreviewImage(to_image(pairs), cls=cls).as_dict(), **ui.PreviewText(summary).as_dict()},
         )
-
-
-def _sockets() -> list:
-    return [
-        io.Model.Input("model", tooltip="A flow model: SD3.5, FLUX, Qwen-Image, Z-Image, Wan, or the demo model."),
-        io.Vae.Input("vae", tooltip="Decodes images for the reward."),
-        RewardType.Input("reward", tooltip="What makes an image good, from a reward node."),
-        io.Clip.Input("clip", optional=True, tooltip="Encodes the prompts. Not needed where positive is connected."),
-        io.Conditioning.Input(
-            "positive",
-            optional=True,
-            tooltip="Ready conditioning in place of a CLIP, one entry a prompt (Conditioning Combine joins several); "
-            "the prompts are then still what the reward reads.",
-        ),
-        io.Conditioning.Input(
-            "negative", optional=True, tooltip="Ready negative conditioning, used where guidance is above 1."
-        ),
-        io.Sigmas.Input(
-            "sigmas", optional=True, tooltip="Noise levels to train at, ending in 0; replaces steps. Use few: 8 to 16."
-        ),
-    ]
-
-
-def _main_settings() -> list:
-    return [
-        io.String.Input(
-            "prompts",
-            multiline=True,
-            default="",
-            tooltip="Prompts to train on, one a line. Many generalise better than few.",
-        ),
-        io.Combo.Input(
-            "prompt_file",
-            options=[NONE, *prompt_files()],
-            default=NONE,
-            tooltip="A .txt file (one prompt a line) or .jsonl file (objects with prompt, negative_prompt and whatever "
-            "the reward reads) of ComfyUI's input folder, in place of the text.",
-        ),
-        io.String.Input(
-            "negative_prompt", default="", tooltip="Negative prompt for all prompts; used where guidance is above 1."
-        ),
-        io.Int.Input("width", default=512, min=8, max=16384, step=8, tooltip="Width of the images in pixels."),
-        io.Int.Input("height", default=512, min=8, max=16384, step=8, tooltip="Height of the images in pixels."),
-        io.Int.Input(
-            "steps", default=10, min=1, max=1000, tooltip="Denoising steps while training. 8 to 16 are enough."
-        ),
-        io.Float.Input(
-            "guidance",
-            default=1.0,
-            min=1.0,
-            max=100.0,
-            step=0.1,
-            tooltip="CFG while training: that with which you will sample. 1 is off and twice as fast.",
-        ),
-        io.Int.Input("iterations", default=60, min=1, max=100000, tooltip="Rounds of drawing, judging and learning."),
-        io.Int.Input(
-            "prompts_per_iteration", default=4, min=1, max=1024, tooltip="Prompts of one round, drawn in turn from all."
-        ),
-        io.Int.Input(
-            "group_size",
-            default=12,
-            min=2,
-            max=1024,
-            tooltip="Images of one prompt that are compared with each other. More give a steadier signal.",
-        ),
-        io.Float.Input(
-            "learning_rate", default=3e-4, min=1e-7, max=1.0, step=1e-5, round=False, tooltip="Learning rate of AdamW."
-        ),
-        io.Int.Input("rank", default=32, min=1, max=1024, tooltip="Rank of the LoRA."),
-        io.Combo.Input(
-            "layers", options=list(TARGETS), default="attention", tooltip="Which layers of the model carry the LoRA."
-        ),
-        io.Int.Input(
-            "seed",
-            default=0,
-            min=0,
-            max=0xFFFFFFFFFFFFFFFF,
-            control_after_generate=True,
-            tooltip="Seed of all noise, of the order of prompts and of the LoRA's start.",
-        ),
-        io.String.Input(
-            "name",
-            default="stepwise_grpo",
-            tooltip="The LoRA is saved as it is trained as output/loras/<name>_<number>_best and _last.safetensors.",
-        ),
-        io.Combo.Input(
-            "continue_from",
-            options=[NONE, *lora_files()],
-            default=NONE,
-            tooltip="A LoRA of this node or the headless trainer to go on from; rank and layers must be its own.",
-        ),
-    ]
-
-
-def _advanced_settings() -> list:
-    def advanced(kind, *args, **keywords):
-        return make(kind, *args, advanced=True, **keywords)
-
-    return [
-        advanced(
-            io.Combo.Input,
-            "credit",
-            options=list(CREDITS),
-            default="gain_centred",
-            tooltip="How a step is credited: by its gain in reward (gain: the paper; gain_centred: less the mean gain "
-            "of that step), or all steps alike by the last reward (uniform: Flow-GRPO).",
-        ),
-        advanced(
-            io.Int.Input,
-            "substeps",
-            default=1,
-            min=1,
-            max=100,
-            tooltip="Steps of a clean estimate (T'). 1 is free; the paper takes 5.",
-        ),
-        advanced(
-            io.Combo.Input, "kernel", options=_kernels(), default="ddim", tooltip="SDE that adds noise in sampling."
-        ),
-        advanced(
-            io.Float.Input,
-            "eta",
-            default=0.7,
-            min=0.0,
-            max=10.0,
-            step=0.05,
-            tooltip="Strength of that noise: up to 1 for ddim; 0.7 is usual for ddim and flow_grpo, 0.3 for dance.",
-        ),
-        advanced(
-            io.Combo.Input,
-            "schedule",
-            options=list(SCHEDULES),
-            default="annealed",
-            tooltip="How the noise of ddim falls over the steps.",
-        ),
-        advanced(
-            io.Int.Input,
-            "window_start",
-            default=0,
-            min=0,
-            max=1000,
-            tooltip="First step that adds noise and is trained.",
-        ),
-        advanced(
-            io.Int.Input,
-            "window_stop",
-            default=0,
-            min=0,
-            max=1000,
-            tooltip="Step before which the noise ends; 0 is after the last.",
-        ),
-        advanced(
-            io.Int.Input,
-            "window_size",
-            default=0,
-            min=0,
-            max=1000,
-            tooltip="Only so many steps in a row, at a place drawn for each round, add noise and train; 0 is all.",
-        ),
-        advanced(
-            io.Combo.Input,
-            "step_weight",
-            options=list(STEP_WEIGHTS),
-            default="std",
-            tooltip="Weight of a step in the loss: all alike, or by its noise.",
-        ),
-        advanced(
-            io.Float.Input,
-            "clip_range",
-            default=1e-3,
-            min=1e-6,
-            max=0.99,
-            step=1e-4,
-            round=False,
-            tooltip="Clipping of the ratio of probabilities; acts only where updates is above 1.",
-        ),
-        advanced(
-            io.Float.Input,
-            "kl_weight",
-            default=0.0,
-            min=0.0,
-            max=1000.0,
-            step=0.001,
-            round=False,
-            tooltip="Pull towards the model without the LoRA; costs a forward pass where it is above 0.",
-        ),
-        advanced(io.Int.Input, "updates", default=1, min=1, max=1024, tooltip="Optimizer steps a round."),
-        advanced(io.Float.Input, "max_grad_norm", default=1.0, min=1e-6, max=1e6, tooltip="Gradient clipping."),
-        advanced(
-            io.Float.Input,
-            "alpha",
-            default=0.0,
-            min=0.0,
-            max=4096.0,
-            tooltip="The change is alpha / rank times the LoRA; 0 takes alpha = rank. It is folded into the file.",
-        ),
-        advanced(
-            io.Float.Input,
-            "ema_decay",
-            default=0.9,
-            min=0.0,
-            max=0.9999,
-            step=0.01,
-            round=False,
-            tooltip="Moving average of the LoRA, which is what is sampled and saved; 0 is off.",
-        ),
-        advanced(
-            io.Int.Input, "rollout_batch", default=8, min=1, max=1024, tooltip="Images drawn at once. Memory only."
-        ),
-        advanced(
-            io.Int.Input, "update_batch", default=4, min=1, max=1024, tooltip="Steps trained at once. Memory only."
-        ),
-        advanced(
-            io.Int.Input,
-            "decode_batch",
-            default=8,
-            min=1,
-            max=1024,
-            tooltip="Images decoded and judged at once. Memory only.",
-        ),
-        advanced(
-            io.Boolean.Input,
-            "gradient_checkpointing",
-            default=True,
-            tooltip="Computes each block twice to need far less memory. The result is the same.",
-        ),
-        advanced(
-            io.Combo.Input,
-            "adapter",
-            options=list(ADAPTERS),
-            default="hook",
-            tooltip="How the LoRA stands on the model while it trains: beside each layer (hook; for quantised weights "
-            "too), or in its weight as when a LoRA is loaded (weight).",
-        ),
-        advanced(
-            io.Int.Input, "eval_every", default=10, min=1, max=100000, tooltip="Rounds between samples and saves."
-        ),
-        advanced(
-            io.Int.Input,
-            "eval_prompts",
-            default=8,
-            min=1,
-            max=1024,
-            tooltip="Prompts that are sampled, from the first on.",
-        ),
-        advanced(io.Int.Input, "eval_images", default=1, min=1, max=1024, tooltip="Images of each of them."),
-    ]
-
-
-def _kernels() -> list[str]:
-    return [name for name in KERNELS if name != "ode"]
 
 
 def _config(inputs: dict) -> GRPOConfig:
@@ -444,11 +199,10 @@ def _watcher(node: type[io.ComfyNode]) -> Watcher:
     def progress(done: float, total: float) -> None:
         bar.update_absolute(int(1000 * done / total), 1000)
 
-    def samples(evaluation: Evaluation) -> None:
-        picture = tile(evaluation.images, evaluation.captions, largest=SHOWN // 2)
-        bar.update_absolute(bar.current, 1000, ("JPEG", picture, max(picture.size)))
+    def picture(shown: Image.Image) -> None:
+        bar.update_absolute(bar.current, 1000, ("JPEG", shown, max(shown.size)))
 
-    return Watcher(progress=progress, text=text, samples=samples)
+    return Watcher(progress=progress, text=text, picture=picture)
 
 
 def _plot(trained: Trained):

@@ -24,10 +24,14 @@ from ..sfgrpo.ema import EMA
 from ..sfgrpo.evaluate import Evaluation, evaluate
 from ..sfgrpo.export import fold
 from ..sfgrpo.loop import StepwiseGRPO
+from ..sfgrpo.pictures import tile
 from ..sfgrpo.prompts import Prompt, pick_prompts
 from .comfy_model import ComfyPolicy, open_model
 from .comfy_patch import LoRA, make_lora
 from .files import Checkpoints
+
+LIVE_SIZE = 256
+"""Longest side of one image in the live preview, pixels."""
 
 PHASE_SHARES = {"sample": 0.3, "estimate": 0.1, "score": 0.1, "update": 0.5}
 """Rough shares of an iteration, for the progress bar."""
@@ -81,7 +85,8 @@ class Watcher:
     progress: Callable[[float, float], None] = lambda done, total: None
     """progress(done, total)."""
     text: Callable[[str], None] = lambda text: None
-    samples: Callable[[Evaluation], None] = lambda evaluation: None
+    picture: Callable[[Any], None] = lambda picture: None
+    """picture(PIL image)."""
 
 
 @dataclass
@@ -209,7 +214,7 @@ class Training:
                 on_progress=on_progress,
             )
         self.evaluations.append({"iteration": iteration, "scores": result.scores})
-        self.watcher.samples(result)
+        self.watcher.picture(tile(result.images, result.captions, largest=LIVE_SIZE))
         if iteration and result.scores["total"] > self.best:
             self.best = result.scores["total"]
             self._save("best", lora, ema)
