@@ -194,3 +194,153 @@ def test_how_it_is_computed_does_not_matter(graph, smooth, settings):
     # Two iterations: the second starts from a LoRA that the first changed.
     assert size(smooth.lora()) > 0.01
     assert far(graph.run().lora(), smooth.lora()) < 1e-5
+
+
+def file_of(result) -> str:
+    """The name in ComfyUI's lora list of the LoRA that a training saved."""
+    return result.place().removeprefix("output/loras/")
+
+
+def test_continue_from_goes_on_from_the_file(server, graph, smooth):
+    # Steps too small to see: what comes out is what went in, though alpha / rank is another.
+    still = {"learning_rate": 1e-7, "iterations": 1, "continue_from": file_of(smooth)}
+    graph.train(**SMOOTH, **still, alpha=8.0)
+    graph.add("numbers", "PreviewAny", source=["train", 4])
+    result = graph.run()
+    assert far(result.lora(), smooth.lora()) < 1e-6
+    assert size(smooth.lora()) > 0.01
+    first, last = numbers(result)["samples"][0], numbers(smooth)["samples"][-1]
+    assert first["scores"] == pytest.approx(last["scores"], abs=1e-6)
+    assert first["scores"] != numbers(smooth)["samples"][0]["scores"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    (
+        ({"rank": 8}, "the LoRA to continue from has rank 4; set rank to 4"),
+        (
+            {"layers": "all"},
+            "the LoRA to continue from is for other layers than `layers` names (first difference: "
+            "transformer.context_embedder)",
+        ),
+    ),
+)
+def test_continue_from_a_lora_that_does_not_fit(server, graph, smooth, settings, words):
+    files = set(server.output.rglob("*"))
+    graph.train(**settings, continue_from=file_of(smooth), name="misfit")
+    assert graph.error() == words
+    assert set(server.output.rglob("*")) == files
+
+
+@pytest.mark.parametrize("guided", (False, True), ids=("", "guided"))
+def test_ready_conditioning_is_as_a_clip(server, graph, smooth, guided):
+    settings = SMOOTH | (GUIDED | {"iterations": 1} if guided else {})
+    expected = smooth
+    if guided:
+        graph.train(**settings)
+        expected = graph.run()
+    graph = Graph(server)
+    one, other = (graph.add(text, "CLIPTextEncode", clip=graph.clip, text=text) for text in TINY["prompts"].split("\n"))
+    ready = {"positive": graph.add("both", "ConditioningCombine", conditioning_1=one, conditioning_2=other)}
+    if guided:
+        ready["negative"] = graph.add("negative", "CLIPTextEncode", clip=graph.clip, text=NEGATIVE)
+    graph.train(**settings, **ready, clip=None)
+    assert far(graph.run().lora(), expected.lora()) == 0
+
+
+def test_prompt_file_with_metadata(server, graph, smooth):
+    rows = [{"prompt": text, "tag": f"tag {i}", "n": {"m": [i]}} for i, text in enumerate(TINY["prompts"].split("\n"))]
+    file = server.input / "prompts for training.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", encoding="utf-8")
+    settings = SMOOTH | {"prompts": "", "prompt_file": file.name, "reward": graph.reward(record="seen.json")}
+    graph.train(**settings)
+    graph.add("numbers", "PreviewAny", source=["train", 4])
+    result = graph.run()
+    assert far(result.lora(), smooth.lora()) == 0
+    seen = json.loads((server.output / "seen.json").read_text())
+    expected = {row["prompt"]: {k: v for k, v in row.items() if k != "prompt"} for row in rows}
+    # The check before, three evaluations, and twice two groups with 4 states of each image after the one they share.
+    assert sum(len(prompts) for prompts, _ in seen) == 2 + 3 * 2 + 2 * 2 * (1 + 4 * 4)
+    for prompts, metadata in seen:
+        assert metadata == [expected[prompt] for prompt in prompts]
+    assert {"total/tag 0", "total/tag 1"} < numbers(result)["samples"][0]["scores"].keys()
+
+
+def test_a_changed_prompt_file_is_read_again(server, graph):
+    file = server.input / "changing.txt"
+    # A reward of the pack, which ComfyUI keeps from one prompt to the next.
+    settings = {
+        "prompts": "",
+        "prompt_file": file.name,
+        "iterations": 1,
+        "reward": graph.add("jpeg", "SFGRPO_JPEGSizeReward", quality=90),
+    }
+    file.write_text("two circles\n", encoding="utf-8")
+    graph.train(**settings)
+    first, again = graph.run().place(), graph.run().place()
+    file.write_text("two crosses\n", encoding="utf-8")
+    changed = graph.run().place()
+    assert first == again != changed
+
+
+def test_a_model_with_a_lora_is_trained_on_top_and_left_as_it_was(server, graph, smooth):
+    def on(graph):
+        return graph.add(
+            "lora", "LoraLoaderModelOnly", model=graph.model, lora_name=file_of(smooth), strength_model=1.0
+        )
+
+    model = graph.look(on(graph), at_rest=True)
+    graph.draw("before", model)
+    before = graph.run()
+    assert before.look()["patches"] > 0
+    graph = Graph(server)
+    graph.look(at_rest=True)
+    assert graph.run().look()["hash"] == before.look()["hash"]
+
+    graph = Graph(server)
+    lora = graph.train(model=on(graph), **SMOOTH, kl_weight=0.1)
+    graph.add("numbers", "PreviewAny", source=["train", 4])
+    graph.draw("trained", ["train", 1])
+    graph.draw("after", graph.look(on(graph), at_rest=True, after=lora))
+    result = graph.run()
+    assert result.look() == before.look()
+    assert torch.equal(result.latent("after"), before.latent("before"))
+    # It starts at the samples with which the training of the first LoRA ended.
+    start, end = numbers(result)["samples"][0], numbers(smooth)["samples"][-1]
+    assert start["scores"] == pytest.approx(end["scores"], abs=1e-6)
+    # The KL term pulls to the MODEL that came in, with its LoRA: at first there is nothing to pull at.
+    first, second = numbers(result)["iterations"]
+    assert first["kl"] == 0 and second["kl"] > 0.001
+
+    graph = Graph(server)
+    both = graph.add("both", "LoraLoaderModelOnly", model=on(graph), lora_name=file_of(result), strength_model=1.0)
+    graph.draw("stacked", both)
+    stacked = graph.run().latent("stacked")
+    torch.testing.assert_close(result.latent("trained"), stacked, rtol=0, atol=1e-4)
+    assert (stacked - before.latent("before")).abs().max() > 0.02
+
+    graph = Graph(server)
+    graph.train(model=on(graph), **SMOOTH, kl_weight=0.1, adapter="weight")
+    assert far(graph.run().lora(), result.lora()) < 1e-5
+
+
+def test_a_shifted_model_is_trained_at_its_own_sigmas(server, graph):
+    settings = SMOOTH | {"iterations": 1}
+    shifted = graph.add("shifted", "ModelSamplingSD3", model=graph.model, shift=1.5)
+    graph.draw("before", graph.look(shifted, at_rest=True))
+    before = graph.run()
+    lora = graph.train(**settings, model=shifted)
+    graph.draw("after", graph.look(shifted, at_rest=True, after=lora))
+    after = graph.run()
+    assert after.look() == before.look()
+    assert torch.equal(after.latent("after"), before.latent("before"))
+
+    graph = Graph(server)
+    sigmas = graph.add(
+        "sigmas", "SFGRPO_FlowSigmas", steps=4, family="sd3", shift=1.5, width=32, height=32, denoise=1.0
+    )
+    graph.train(**settings, sigmas=sigmas)
+    assert far(graph.run().lora(), after.lora()) < 1e-6
+    graph = Graph(server)
+    graph.train(**settings)
+    assert far(graph.run().lora(), after.lora()) > 1e-3

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.comfy.training import Graph
 
@@ -35,10 +35,10 @@ class Before:
     """Of a SLOW training that ends after its first iteration."""
 
 
-def check_graph(server) -> Graph:
+def check_graph(server, at_rest: bool = False) -> Graph:
     """Look at the model, then draw with it and train it quickly."""
     graph = Graph(server)
-    model = graph.look()
+    model = graph.look(at_rest=at_rest)
     graph.draw("picture", model)
     graph.train(model=model, iterations=1, eval_every=100, eval_prompts=1, name="quick")
     return graph
@@ -54,10 +54,9 @@ def before(server) -> Before:
     return Before(result.look(), result.latent("picture"), result.lora(), first)
 
 
-def check_after(server, before: Before) -> None:
+def check_after(server, before: Before, at_rest: bool = False) -> None:
     """The MODEL, its pictures and the next training are as they were."""
-    graph = check_graph(server)
-    result = graph.run()
+    result = check_graph(server, at_rest).run()
     assert result.look() == before.look
     assert torch.equal(result.latent("picture"), before.picture)
     lora = result.lora()
@@ -125,6 +124,27 @@ def test_cancel(server, before, moment):
     check_after(server, before)
 
 
+@pytest.mark.parametrize("adapter", ("hook", "weight"))
+def test_cancel_of_a_model_with_a_lora(server, before, adapter):
+    """A LoRA that was on the MODEL before is there as it was, and the base model below it too."""
+    save_file(before.first, server.base / "models" / "loras" / "below.safetensors")
+
+    def draw():
+        graph = Graph(server)
+        on = {"lora_name": "below.safetensors", "strength_model": 1.0}
+        model = graph.add("lora", "LoraLoaderModelOnly", model=graph.model, **on)
+        graph.draw("picture", model)
+        return graph, model, graph.run().latent("picture")
+
+    graph, model, picture = draw()
+    del graph.nodes["picture"]
+    graph.train(**SLOW, model=model, adapter=adapter, name=f"cancel on a lora {adapter}")
+    cancel = Cancel(server, ["^iteration 1 of 2: update [345]"])
+    assert server.watch(graph.nodes, cancel).status == "interrupted"
+    assert torch.equal(draw()[2], picture)
+    check_after(server, before, at_rest=True)
+
+
 def fails(graph: Graph, kind: str, at: int) -> str:
     """The graph with a part of a kind that fails at its call number `at`; returns the words with which it does."""
     if kind == "reward":
@@ -159,7 +179,9 @@ def test_error(server, before, kind, at, learned):
     words = fails(graph, kind, at)
     assert graph.error().startswith(words)
     new = set((server.output / "loras").glob("failed_*")) - saved
-    assert {file.name.split("_")[-1] for file in new} == ({"last.safetensors", "best.safetensors"} if learned else set())
+    assert {file.name.split("_")[-1] for file in new} == (
+        {"last.safetensors", "best.safetensors"} if learned else set()
+    )
     for file in new:
         assert all(value.isfinite().all() for value in load_file(file).values())
     check_after(server, before)

@@ -68,9 +68,9 @@ class Graph:
             inputs["reward"] = self.reward()
         return self.add("train", "SFGRPO_TrainLoRA", **{k: v for k, v in inputs.items() if v is not None})
 
-    def look(self, model: list | None = None, name: str = "look", **after) -> list:
+    def look(self, model: list | None = None, *, at_rest: bool = False, **after) -> list:
         """Have a MODEL looked at; `after` is waited for. Returns the MODEL, for what is to come later."""
-        return self.add(name, "Probe_Look", model=model or self.model, **after)
+        return self.add("look", "Probe_Look", model=model or self.model, at_rest=at_rest, **after)
 
     def draw(self, name: str, model: list | None = None, *, cfg: float = 1.0, sigmas: str = "", **after) -> None:
         """A picture by stock nodes, computed anew and saved as a latent; `after` is waited for.
@@ -118,9 +118,9 @@ class Result:
         saved = load_file(self.server.output / entry["subfolder"] / entry["filename"])["latent_tensor"]
         return (saved - SD3_SHIFT) * SD3_SCALE
 
-    def look(self, name: str = "look") -> dict:
+    def look(self) -> dict:
         """What Probe_Look saw."""
-        return json.loads(self.outputs[name]["text"][0])
+        return json.loads(self.outputs["look"]["text"][0])
 
     def text(self) -> str:
         """What the training node says at its end."""

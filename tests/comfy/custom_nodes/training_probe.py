@@ -26,7 +26,8 @@ class Fresh:
 class Look(Fresh):
     """Which object a MODEL is, a hash of its weights, and whatever does not belong on a model at rest.
 
-    The MODEL is given on, for nodes that are to run later.
+    at_rest: take it out of memory first, so that its weights are without the patches of a LoRA. The MODEL is given on,
+    for nodes that are to run later.
     """
 
     RETURN_TYPES = ("MODEL",)
@@ -35,10 +36,9 @@ class Look(Fresh):
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {"model": ("MODEL",)}, "optional": {"after": ("*",)}}
+        return {"required": {"model": ("MODEL",), "at_rest": ("BOOLEAN",)}, "optional": {"after": ("*",)}}
 
-    def look(self, model, after=None):
-        patched = set(model.model.state_dict()) if model.patches else set()
+    def look(self, model, at_rest, after=None):
         left = [
             name
             for name, module in model.model.named_modules()
@@ -50,8 +50,7 @@ class Look(Fresh):
             or getattr(module, "bias_function", None)
         ]
         trained = [name for name, p in model.model.named_parameters() if p.requires_grad or p.grad is not None]
-        if patched:
-            # The weights of a MODEL with a LoRA are the model's own once it is taken off.
+        if at_rest:
             comfy.model_management.unload_all_models()
         found = {
             "object": id(model.model),
