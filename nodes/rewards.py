@@ -224,6 +224,8 @@ class ScoreImages(io.ComfyNode):
             ],
             hidden=[io.Hidden.unique_id],
             is_output_node=True,
+            # Of two nodes with equal inputs ComfyUI would run one, and the other would show no scores.
+            not_idempotent=True,
         )
 
     @classmethod

@@ -178,7 +178,7 @@ class Training:
         self.watcher.text(f"iteration {len(self.rows) + 1} of {iterations}: {phase} {share:.0%}\n{self._so_far()}")
 
     def _so_far(self) -> str:
-        """Reward so far, in words."""
+        """Reward so far in a line, which is all that the node has room for, and the file in another."""
         parts = []
         if self.rows:
             recent = [row["reward"] for row in self.rows[-5:]]
@@ -186,9 +186,10 @@ class Training:
         if self.evaluations:
             first, last = (self.evaluations[i]["scores"]["total"] for i in (0, -1))
             parts.append(f"samples {first:.3f}" + (f" -> {last:.3f}" if len(self.evaluations) > 1 else ""))
+        lines = [", ".join(parts)]
         if "last" in self.saved:
-            parts.append(f"saved: {self.saved['last']}")
-        return "\n".join(parts)
+            lines.append(f"saved: {self.saved['last']}")
+        return "\n".join(lines)
 
     def _evaluate(self, iteration: int, policy: ComfyPolicy, lora: LoRA, ema: EMA) -> Evaluation:
         """ODE samples of fixed prompts and seeds; saves `best` where their reward is the highest yet."""
