@@ -41,7 +41,11 @@ def encode_prompts(clip, texts: Sequence[str]) -> list:
     """One CONDITIONING for each text. Raises ValueError where no CLIP is connected."""
     if clip is None:
         raise ValueError("connect a CLIP, or ready CONDITIONING in its place")
-    return [clip.encode_from_tokens_scheduled(clip.tokenize(text)) for text in texts]
+    encoded = []
+    for text in texts:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        encoded.append(clip.encode_from_tokens_scheduled(clip.tokenize(text)))
+    return encoded
 
 
 def split_conditioning(conditioning) -> list:

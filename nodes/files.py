@@ -15,25 +15,32 @@ import folder_paths
 from torch import Tensor
 
 from ..sfgrpo.export import save_lora
+from ..sfgrpo.prompts import SUFFIXES as PROMPT_SUFFIXES
 from ..sfgrpo.prompts import Prompt, read_prompts
 
 NONE = "none"
 """Choice of a file list that stands for no file."""
 
-_RESERVED = {"con", "prn", "aux", "nul", *(f"com{i}" for i in range(10)), *(f"lpt{i}" for i in range(10))}
-_FORBIDDEN = re.compile(r'[\x00-\x1f<>:"/\\|?*%]')
+_PORTS = "0123456789\u00b9\u00b2\u00b3"
+_RESERVED = {"con", "prn", "aux", "nul", "conin$", "conout$", *(f"{p}{n}" for p in ("com", "lpt") for n in _PORTS)}
+_FORBIDDEN = re.compile(r'[<>:"/\\|?*%]')
 LONGEST = 100
+LONGEST_BYTES = 200
+"""Of a name in UTF-8: file systems take 255, of which some are for what is added to it."""
 
 
 def safe_name(name: str) -> str:
     """A file name, without folder and extension. Raises ValueError for what could leave the folder or be no file."""
     name = name.strip()
-    if not name or name.startswith(".") or name.endswith(".") or len(name) > LONGEST or _FORBIDDEN.search(name):
+    # Not printable are control characters, halves of characters and marks that turn the direction of writing.
+    plain = bool(name) and name.isprintable() and not _FORBIDDEN.search(name) and "." not in (name[0], name[-1])
+    if not plain or len(name) > LONGEST or len(name.encode("utf-8")) > LONGEST_BYTES:
         raise ValueError(
-            f"the name {name[:LONGEST]!r} cannot be used: give a plain file name of at most {LONGEST} characters, "
-            'without folders, without a dot at its start or end and without any of < > : " / \\ | ? * %'
+            f"the name {name[:LONGEST]!r} cannot be used: give a plain file name of at most {LONGEST} letters (fewer "
+            'where they are not Latin), without folders, without a dot at its start or end and without any of < > : " '
+            "/ \\ | ? * %"
         )
-    if name.split(".")[0].lower() in _RESERVED:
+    if name.split(".")[0].strip().lower() in _RESERVED:
         raise ValueError(f"the name {name!r} is reserved by Windows; choose another")
     return name
 
@@ -43,7 +50,7 @@ def prompt_files() -> list[str]:
     folder = Path(folder_paths.get_input_directory())
     if not folder.is_dir():
         return []
-    return sorted(p.name for p in folder.iterdir() if p.suffix.lower() in (".jsonl", ".txt") and p.is_file())
+    return sorted(p.name for p in folder.iterdir() if p.suffix.lower() in PROMPT_SUFFIXES and p.is_file())
 
 
 def read_prompt_file(name: str) -> list[Prompt]:

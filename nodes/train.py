@@ -88,8 +88,8 @@ class TrainLoRA(io.ComfyNode):
         settings = _settings(inputs)
         continued = None if inputs["continue_from"] == NONE else read_lora_file(inputs["continue_from"])
         checkpoints = Checkpoints(inputs["name"])
-        positive, negative = _conditioning(inputs, prompts, conditioned, settings)
         watcher = _watcher(cls)
+        positive, negative = _conditioning(inputs, prompts, conditioned, settings, watcher)
         training = Training(
             model=model,
             vae=vae,
@@ -161,12 +161,15 @@ def _prompts(inputs: dict) -> tuple[list[Prompt], list | None]:
     return prompts, ready
 
 
-def _conditioning(inputs: dict, prompts: Sequence[Prompt], ready: list | None, settings: Settings) -> tuple:
+def _conditioning(
+    inputs: dict, prompts: Sequence[Prompt], ready: list | None, settings: Settings, watcher: Watcher
+) -> tuple:
     """(positive, negative): a CONDITIONING for each prompt that this training will use."""
     clip, cache = inputs.get("clip"), {}
 
     def encode(text: str):
         if text not in cache:
+            watcher.text(f"encoding prompts: {len(cache)} done")
             cache[text] = encode_prompts(clip, [text])[0]
         return cache[text]
 

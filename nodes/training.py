@@ -256,7 +256,11 @@ def load_factors(lora: LoRA, state: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, (a, b) in wanted.items():
             parts = {_split(key)[1]: value for key, value in state.items() if _split(key)[0] == name}
-            down, up = parts["a"], parts["b"]
+            down, up = parts.get("a"), parts.get("b")
+            if down is None or up is None:
+                raise ValueError(f"the LoRA to continue from lacks one of the two factors of {name}; choose another")
+            if down.shape[1:] != a.shape[1:] or up.shape[:1] != b.shape[:1]:
+                raise ValueError(f"the LoRA to continue from is for a model of another width than {name} has")
             if down.shape != a.shape or up.shape != b.shape:
                 raise ValueError(f"the LoRA to continue from has rank {len(down)}; set rank to {len(down)}")
             alpha = state.get(f"{name}.alpha")

@@ -12,6 +12,9 @@ import torch
 
 from .noise import generator_for
 
+SUFFIXES = (".txt", ".jsonl")
+"""Of prompt files, in small or capital letters."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -30,7 +33,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     Empty lines are skipped. Raises ValueError, naming the file and line, where it is no such file or holds no prompt.
     """
     path = Path(path)
-    if path.suffix not in (".txt", ".jsonl"):
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
         raise ValueError(f"prompt file {path} must end in .txt (one prompt a line) or .jsonl (one object a line)")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -41,9 +45,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     prompts = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            prompts.append(
-                Prompt(line.strip()) if path.suffix == ".txt" else _from_json(line, f"{path}, line {number}")
-            )
+            prompts.append(Prompt(line.strip()) if suffix == ".txt" else _from_json(line, f"{path}, line {number}"))
     if not prompts:
         raise ValueError(f"prompt file {path} is empty; write at least one prompt")
     return prompts

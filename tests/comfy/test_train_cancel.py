@@ -79,7 +79,10 @@ class Cancel:
             self.server.interrupt()
 
 
+MANY = {"prompts": "\n".join(f"{n} circles" for n in range(400)), "eval_prompts": 400}
+
 MOMENTS = {
+    "encoding": (["^encoding prompts: 20 "], "encoding prompts"),
     "before the first sample": (["^samples after iteration 0: 0 of"], "samples after iteration 0: 0"),
     "in the first samples": (["^samples after iteration 0: 1 of"], "samples after iteration 0: 1"),
     "rollout": (["^iteration 1 of 2: sample 25%"], "iteration 1 of 2: sample"),
@@ -103,7 +106,7 @@ def test_cancel(server, before, moment):
     name = f"cancel {moment}"
     graph = Graph(server)
     slow = graph.add("slow saves", "Probe_SlowSaves", model=graph.model, seconds=0.3 if "saving" in moment else 0.0)
-    graph.train(model=slow, **SLOW, name=name)
+    graph.train(model=slow, **SLOW | (MANY if moment == "encoding" else {}), name=name)
     cancel = Cancel(server, list(at))
     outcome = server.watch(graph.nodes, cancel)
     assert outcome.status == "interrupted"

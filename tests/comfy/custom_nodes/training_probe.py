@@ -200,6 +200,20 @@ class Again(Fresh):
         return (latent,)
 
 
+class Any:
+    """A text that fits every input, as no list of choices is checked for a link."""
+
+    RETURN_TYPES = ("*",)
+    FUNCTION = "give"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"text": ("STRING", {})}}
+
+    def give(self, text):
+        return (text,)
+
+
 class SaveConditioning:
     """Write the tensors of a CONDITIONING to a file."""
 
@@ -248,6 +262,7 @@ NODE_CLASS_MAPPINGS = {
     "Probe_FailingVAE": FailingVAE,
     "Probe_FailInBackward": FailInBackward,
     "Probe_Again": Again,
+    "Probe_Any": Any,
     "Probe_SaveConditioning": SaveConditioning,
     "Probe_SlowSaves": SlowSaves,
 }
