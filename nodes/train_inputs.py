@@ -46,6 +46,7 @@ def _main_settings() -> list:
             "prompts",
             multiline=True,
             default="",
+            placeholder="one prompt a line",
             tooltip="Prompts to train on, one a line. Many generalise better than few.",
         ),
         io.Combo.Input(
