@@ -138,6 +138,8 @@ class OptimizerConfig:
     """Decoupled weight decay."""
     warmup: int = 0
     """Iterations over which the learning rate rises linearly to `lr`."""
+    final_lr: float = 1.0
+    """Share of `lr` that is left in the last iteration, 0 to 1; it falls linearly from the end of the warm-up."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -150,6 +152,15 @@ class OptimizerConfig:
                 raise ValueError(f"{name} must be 0 or more")
         if self.warmup < 0:
             raise ValueError("warmup must be 0 or more")
+        if not 0 <= self.final_lr <= 1:
+            raise ValueError("final_lr must be from 0 to 1")
+
+    def lr_at(self, iteration: int, iterations: int) -> float:
+        """Learning rate of iteration 0 .. iterations - 1."""
+        if iteration < self.warmup:
+            return self.lr * (iteration + 1) / self.warmup
+        share = (iteration - self.warmup) / max(iterations - 1 - self.warmup, 1)
+        return self.lr * (1 - share * (1 - self.final_lr))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -338,10 +338,8 @@ class Run:
         return Result(self.out, start, end, self.iterations_done, time.time() - self.started, self.best)
 
     def _set_lr(self, iteration: int) -> None:
-        warmup = self.config.optimizer.warmup
-        share = min(1.0, (iteration + 1) / warmup) if warmup else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optimizer.lr * share
+            group["lr"] = self.config.optimizer.lr_at(iteration, self.config.iterations)
 
 
 def train(config: RunConfig, out: Path) -> Result:

@@ -387,7 +387,7 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=200_000, help="rendered pictures")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--finish-minutes", type=float, default=16, help="minutes of the second stage")
+    parser.add_argument("--finish-minutes", type=float, default=78, help="minutes of the second stage")
     parser.add_argument("--finish-lr", type=float, default=8e-4, help="learning rate of the second stage")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")

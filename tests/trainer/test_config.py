@@ -85,7 +85,7 @@ CHANGED = RunConfig(
         update_batch=9,
     ),
     lora=LoRAConfig(rank=8, alpha=3.0, targets="all", ema_decay=0.75, continue_from=Path("/x/l.safetensors")),
-    optimizer=OptimizerConfig(lr=1e-5, beta1=0.5, beta2=0.75, eps=1e-6, weight_decay=0.5, warmup=3),
+    optimizer=OptimizerConfig(lr=1e-5, beta1=0.5, beta2=0.75, eps=1e-6, weight_decay=0.5, warmup=3, final_lr=0.25),
     eval=EvalConfig(
         file=Path("/x/e.txt"),
         rewards={"shapes_strict": 2.0},
@@ -233,6 +233,7 @@ WRONG = {
     "eval steps": (["--eval.steps", "0"], "eval: steps must be 1 or more"),
     "lr": (["--optimizer.lr", "nan"], "optimizer: lr must be above 0"),
     "warmup": (["--optimizer.warmup", "-1"], "optimizer: warmup must be 0 or more"),
+    "final_lr": (["--optimizer.final-lr", "1.1"], "optimizer: final_lr must be from 0 to 1"),
     "per iteration": (["--prompts.per-iteration", "0"], "prompts: per_iteration must be 1 or more"),
     "iterations": (["--iterations", "0"], "iterations must be 1 or more"),
     "minutes": (["--max-minutes", "0"], "max_minutes must be above 0"),

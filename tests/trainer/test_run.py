@@ -319,6 +319,13 @@ def test_the_learning_rate_warms_up(config, tmp_path):
     assert lr == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
 
 
+def test_the_learning_rate_falls_after_the_warm_up(config, tmp_path):
+    overrides = ("--optimizer.warmup=2", "--optimizer.final-lr=0.25", "--iterations=6", "--eval.every=6")
+    train(config(*overrides), tmp_path / "out")
+    lr = [row["lr"] for row in rows(tmp_path / "out" / "metrics.jsonl")]
+    assert lr == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+
+
 def test_a_time_limit_ends_a_run_in_good_order(config, tmp_path):
     result = train(config("--max-minutes=1e-9", "--iterations=100", "--save-every=50"), tmp_path / "out")
     assert result.iterations == 1 and len(rows(tmp_path / "out" / "metrics.jsonl")) == 1
