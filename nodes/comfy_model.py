@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import comfy.model_management
 import comfy.model_patcher
@@ -21,42 +20,23 @@ import torch
 from torch import Tensor
 
 from .comfy_patch import KEY, LoRA, recomputed_in_backward, training_mode, usable_by_autograd
+from .conditioning import check_conditioning, ordinary
 
-TRAINING_MEMORY = 4
-"""Memory of a forward pass that keeps its activations, in units of ComfyUI's estimate for one that does not."""
-
-UNSUPPORTED = {
-    "area": "an area",
-    "mask": "a mask",
-    "control": "a ControlNet",
-    "gligen": "GLIGEN boxes",
-    "hooks": "hooks",
-    "start_percent": "a timestep range",
-    "end_percent": "a timestep range",
-}
-"""What conditioning may carry in ComfyUI and not here."""
+KEPT_MEMORY, CHECKPOINTED_MEMORY = 4, 1.5
+"""Memory of a pass that is followed by a backward pass, in units of ComfyUI's estimate for one that is not, without and
+with gradient checkpointing. A guess: too little ends out of memory, too much has ComfyUI offload weights in vain."""
 
 
-def encode_prompts(clip, texts: Sequence[str]) -> list:
-    """One CONDITIONING for each text. Raises ValueError where no CLIP is connected."""
-    if clip is None:
-        raise ValueError("connect a CLIP, or ready CONDITIONING in its place")
-    encoded = []
-    for text in texts:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        encoded.append(clip.encode_from_tokens_scheduled(clip.tokenize(text)))
-    return encoded
-
-
-def split_conditioning(conditioning) -> list:
-    """One CONDITIONING for each entry of a CONDITIONING that holds several (Conditioning Combine)."""
-    return [[entry] for entry in conditioning]
+def is_flow(sampling) -> bool:
+    """Whether a model_sampling is that of a flow from noise to image."""
+    image_to_image = getattr(comfy.model_sampling, "IMG_TO_IMG_FLOW", ())
+    return isinstance(sampling, comfy.model_sampling.CONST) and not isinstance(sampling, image_to_image)
 
 
 def check_flow_model(model) -> None:
     """Raise ValueError for a MODEL that is no flow-matching model, or starts from other than unit noise."""
     sampling = model.get_model_object("model_sampling")
-    if not isinstance(sampling, comfy.model_sampling.CONST):
+    if not is_flow(sampling):
         raise ValueError(
             f"this MODEL ({type(model.model).__name__}) is not a flow-matching model; connect one like SD3.5, FLUX, "
             "Qwen-Image, Z-Image or Wan"
@@ -95,36 +75,44 @@ class ComfyPolicy:
         vae,
         shape: tuple[int, ...],
         lora: LoRA | None,
+        kept_memory: float = KEPT_MEMORY,
     ) -> None:
         self.patcher, self.guidance, self.vae, self.shape, self.lora = patcher, guidance, vae, tuple(shape), lora
         self.device = patcher.load_device
         self._raw = {"positive": list(positive), "negative": list(negative or [])}
         self._conds: dict[str, list[dict]] = {}
         self._loaded = False
-        self._rows = 1
+        self._kept_memory = kept_memory
+        # Largest batches seen: without a backward pass, and with one.
+        self._rows = {False: 1, True: 0}
         self.model_options: dict = {}
 
     def start(self) -> None:
         """Load the model and let it encode the conditioning."""
-        for name, prompts in self._raw.items():
+        raw, self._raw = self._raw, {}
+        for name, prompts in raw.items():
             check_conditioning(prompts, name)
         self.model_options = comfy.model_patcher.create_model_options_clone(self.patcher.model_options)
-        entries = {k: [entry for c in v for entry in c] for k, v in self._raw.items()}
+        entries = {k: [entry for c in v for entry in c] for k, v in raw.items()}
         conds = {k: comfy.sampler_helpers.convert_cond(v) for k, v in entries.items()}
         comfy.sampler_helpers.prepare_model_patcher(self.patcher, conds, self.model_options)
         self._load()
         comfy.samplers.cast_to_load_options(self.model_options, device=self.device, dtype=self.patcher.model_dtype())
         noise = torch.zeros(1, *self.shape, device=self.device)
         conds = comfy.samplers.process_conds(self.patcher.model, noise, conds, self.device, latent_image=noise, seed=0)
-        self._conds = {k: [_ordinary(entry) for entry in v] for k, v in conds.items()}
+        self._conds = {k: [ordinary(entry) for entry in v] for k, v in conds.items()}
 
     def _load(self) -> None:
         """Have ComfyUI load the model, with room for a pass over the rows that were seen."""
-        rows = self._rows * (2 if self.guidance > 1 else 1)
-        memory = self.patcher.memory_required([rows, *self.shape])
-        if self.lora is not None:
-            memory *= TRAINING_MEMORY
-        comfy.model_management.load_models_gpu([self.patcher], memory_required=memory)
+        twice = 2 if self.guidance > 1 else 1
+        needs = [self.patcher.memory_required([twice * self._rows[False], *self.shape])]
+        if self._rows[True]:
+            needs.append(self._kept_memory * self.patcher.memory_required([twice * self._rows[True], *self.shape]))
+        memory = max(needs)
+        # In inference mode, as in any node: quantised weights that are moved outside of it become tensors that ComfyUI
+        # cannot move within it again.
+        with torch.inference_mode():
+            comfy.model_management.load_models_gpu([self.patcher], memory_required=memory)
         if self.lora is not None:
             usable_by_autograd(self.patcher.model)
         self.patcher.pre_run()
@@ -133,8 +121,9 @@ class ComfyPolicy:
     def velocity(self, x: Tensor, sigma: Tensor, cond: Tensor) -> Tensor:
         """See sfgrpo.policy.Policy."""
         comfy.model_management.throw_exception_if_processing_interrupted()
-        if not self._loaded or len(x) > self._rows:
-            self._rows = max(self._rows, len(x))
+        kept = torch.is_grad_enabled() and self.lora is not None
+        if not self._loaded or len(x) > self._rows[kept]:
+            self._rows[kept] = max(self._rows[kept], len(x))
             self._load()
         x, sigma = x.to(self.device).float(), sigma.to(self.device).float()
         cond = cond.cpu()
@@ -208,39 +197,21 @@ class ComfyPolicy:
         comfy.model_management.throw_exception_if_processing_interrupted()
         # On a GPU with little memory the VAE pushes the model out.
         self._loaded = self.device.type == "cpu" and self._loaded
-        images = self.vae.decode(self.to_comfy_latent(latents))
+        with torch.inference_mode():
+            images = self.vae.decode(self.to_comfy_latent(latents))
         if images.ndim == 5:
             images = images[:, images.shape[1] // 2]
         return images[..., :3].movedim(-1, 1).float().clamp(0, 1)
 
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """A scaler of the loss where the model computes in fp16, in which its gradients would vanish."""
+        if self.patcher.model.get_dtype_inference() != torch.float16:
+            return None
+        return torch.amp.GradScaler(self.device.type)
+
     def trainable_parameters(self) -> list[Tensor]:
         """See sfgrpo.policy.Policy."""
         return [] if self.lora is None else self.lora.parameters()
-
-
-def check_conditioning(prompts: Sequence, name: str) -> None:
-    """Raise ValueError for conditioning that is more than text."""
-    for conditioning in prompts:
-        if len(conditioning) != 1:
-            raise ValueError(f"{name} conditioning of one prompt must be one entry, and has {len(conditioning)}")
-        for key, what in UNSUPPORTED.items():
-            if conditioning[0][1].get(key) is not None:
-                raise ValueError(
-                    f"{name} conditioning with {what} is not supported here; connect plain text conditioning"
-                )
-
-
-def _ordinary(value: Any) -> Any:
-    """A copy of nested conditioning whose tensors were not made in inference mode."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {k: _ordinary(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_ordinary(v) for v in value)
-    if hasattr(value, "_copy_with"):
-        return value._copy_with(_ordinary(value.cond))
-    return value
 
 
 @contextmanager
@@ -273,6 +244,7 @@ def open_model(
         vae=vae,
         shape=latent_shape,
         lora=lora,
+        kept_memory=CHECKPOINTED_MEMORY if gradient_checkpointing else KEPT_MEMORY,
     )
     try:
         if lora is None:
@@ -301,6 +273,8 @@ def _static(patcher):
     """The same model under ComfyUI's older memory management, read from its file again."""
     try:
         return patcher.clone(disable_dynamic=True)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise ValueError(
             f"this MODEL cannot be trained under ComfyUI's dynamic VRAM ({error}); start ComfyUI with "

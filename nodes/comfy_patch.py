@@ -1,6 +1,6 @@
 """Everything that changes a ComfyUI model, and how it is undone: the LoRA in flight, checkpointing, autograd.
 
-A model is never copied and its weights are never written. What is put on it while it trains:
+A model's weights are never written. What is put on it while it trains:
 
 - a forward hook (`hook`) or a weight function (`weight`) on each layer that carries a LoRA, as a ComfyUI injection of
   a clone of the patcher, so that ComfyUI takes it off and puts it back when it moves the model;
@@ -119,6 +119,7 @@ class LoRA:
             parts = [(layer.start, layer.rows() @ layer.a * self.scale) for layer in layers]
             return weight + _place(parts, weight.shape[0], 0).to(weight.dtype)
 
+        function.trains = True
         return function
 
 
@@ -219,19 +220,40 @@ class _Recomputed(torch.autograd.Function):
     """A layer with one tensor in and one out that is run again in the backward pass and saves nothing but its input."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, forward: Callable) -> Tensor:
+    def forward(ctx, x: Tensor, module: nn.Module, forward: Callable) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.forward = forward
+        ctx.module, ctx.forward = module, forward
         with torch.no_grad():
             return forward(x)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
         (x,) = ctx.saved_tensors
-        with torch.enable_grad():
+        with torch.enable_grad(), _unquantised(ctx.module):
             again = x.detach().requires_grad_()
             ctx.forward(again).backward(gradient)
-        return again.grad, None
+        return again.grad, None, None
+
+
+@contextmanager
+def _unquantised(module: nn.Module) -> Iterator[None]:
+    """Inside the block ComfyUI multiplies with the plain numbers of a quantised weight, as for a layer with a LoRA.
+
+    Some of its formats have no product for a backward pass. The gradient is that of the plain numbers, which passes
+    the rounding of the layer's input by.
+    """
+    if type(module.weight) in (Tensor, nn.Parameter):
+        yield
+        return
+    own, before = "weight_function" in module.__dict__, module.weight_function
+    module.weight_function = [*before, lambda weight: weight]
+    try:
+        yield
+    finally:
+        if own:
+            module.weight_function = before
+        else:
+            del module.weight_function
 
 
 @contextmanager
@@ -248,7 +270,7 @@ def recomputed_in_backward(model: nn.Module, blocks: bool) -> Iterator[None]:
 
     try:
         for module in model.modules():
-            if isinstance(module, nn.Linear) or hasattr(module, "in_features"):
+            if hasattr(module, "weight_function"):
                 replace(module, _casting_forward(module, module.forward))
             elif blocks and isinstance(module, nn.ModuleList):
                 for block in module:
@@ -265,20 +287,20 @@ def recomputed_in_backward(model: nn.Module, blocks: bool) -> Iterator[None]:
                 module.forward = before
 
 
+def _trains(module: nn.Module) -> bool:
+    """Whether a LoRA stands in the weight, which needs a gradient of its own."""
+    return any(getattr(function, "trains", False) for function in module.weight_function)
+
+
 def _casting_forward(module: nn.Module, forward: Callable) -> Callable:
     def run(x: Tensor, *args, **kwargs) -> Tensor:
-        weight = module.weight
-        casts = type(weight) not in (Tensor, nn.Parameter) or weight.dtype != x.dtype or weight.device != x.device
+        weight = getattr(module, "weight", None)
+        casts = weight is not None and (
+            type(weight) not in (Tensor, nn.Parameter) or weight.dtype != x.dtype or weight.device != x.device
+        )
         # A LoRA in the weight needs its own gradient, which a pass inside the function would not give.
-        if (
-            casts
-            and x.requires_grad
-            and torch.is_grad_enabled()
-            and not module.weight_function
-            and not args
-            and not kwargs
-        ):
-            return _Recomputed.apply(x, forward)
+        if casts and x.requires_grad and torch.is_grad_enabled() and not _trains(module) and not args and not kwargs:
+            return _Recomputed.apply(x, module, forward)
         return forward(x, *args, **kwargs)
 
     return run

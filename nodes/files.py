@@ -114,7 +114,7 @@ class Checkpoints:
     """LoRA files of one training in output/loras/, which ComfyUI's LoRA loaders list after a refresh."""
 
     def __init__(self, name: str) -> None:
-        """Reserve `<name>_<number>`. Raises ValueError for a name that cannot be used."""
+        """Take the next `<name>_<number>` that no file has. Raises ValueError for a name that cannot be used."""
         folder, stem, number, _, _ = folder_paths.get_save_image_path(
             f"loras/{safe_name(name)}", folder_paths.get_output_directory()
         )

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..sfgrpo.kernels import DEFAULT_ETA, KERNELS, SCHEDULES, Kernel
+from ..sfgrpo.metrics import plain
 from ..sfgrpo.probe import Probe, probe
 from ..sfgrpo.probe_pictures import Board, draw_plot
 from ..sfgrpo.prompts import Prompt
@@ -24,14 +25,13 @@ from ..sfgrpo.tweedie import clean_estimate
 from .comfy_model import (
     ComfyPolicy,
     check_flow_model,
-    encode_prompts,
     latent_shape,
     open_model,
-    split_conditioning,
 )
 from .compat import make
+from .conditioning import conditioning_for
 from .pictures import arrange, to_image
-from .rewards import RewardType, plain, prompt_lines, write_json
+from .rewards import RewardType, prompt_lines, write_json
 from .sigmas import flow_sigmas
 
 LIVE_SIZE = 1024
@@ -77,29 +77,6 @@ class Live:
     def finish(self, picture: Image.Image) -> None:
         """Leave a picture on the node: the frontend goes on showing the last preview instead of the node's images."""
         self.bar.update_absolute(self.bar.total, preview=("JPEG", picture, max(picture.size)))
-
-
-def conditioning_for(prompts: Sequence[str], clip, positive, negative, guidance: float) -> tuple[list, list | None]:
-    """(positive, negative) of the prompts: ready ones where they are connected, else encoded by CLIP.
-
-    Raises ValueError where neither is there, or where there are not as many ready ones as prompts.
-    """
-    ready = encode_prompts(clip, prompts) if positive is None else split_conditioning(positive)
-    if len(ready) != len(prompts):
-        raise ValueError(
-            f"positive holds conditioning for {len(ready)} prompt{'s' if len(ready) > 1 else ''}, and prompts has "
-            f"{len(prompts)}; write those that were encoded, one a line, or connect CLIP instead of positive"
-        )
-    if guidance <= 1:
-        return ready, None
-    if negative is None and clip is None:
-        raise ValueError("guidance above 1 needs a negative; connect negative or CLIP, or set guidance to 1")
-    against = encode_prompts(clip, [""]) if negative is None else split_conditioning(negative)
-    if len(against) not in (1, len(prompts)):
-        raise ValueError(
-            f"negative must hold one conditioning for all {len(prompts)} prompts, and holds {len(against)}"
-        )
-    return ready, against
 
 
 def numbers(result: Probe, prompts: Sequence[str], settings: dict) -> str:
@@ -193,7 +170,7 @@ class TweediePreview(io.ComfyNode):
         )
         asked = [Prompt(text) for text in texts]
         check_prompts(score, asked, (height, width))
-        conditioning = conditioning_for(texts, clip, positive, negative, guidance)
+        conditioning = conditioning_for(asked, clip, positive, negative, guidance)
         with open_model(
             model, positive=conditioning[0], negative=conditioning[1], guidance=guidance, vae=vae, latent_shape=shape
         ) as policy:

@@ -14,6 +14,7 @@ import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
+from ..sfgrpo.metrics import plain
 from ..sfgrpo.rewards import Scores, Term, combine, get_reward, number_names
 from ..sfgrpo.rewards.jpeg import jpeg_size_reward
 from .compat import make
@@ -35,11 +36,6 @@ def prompt_lines(text: str) -> list[str]:
     if not prompts:
         raise ValueError("no prompt given; write one a line")
     return prompts
-
-
-def plain(values: Tensor) -> list:
-    """A tensor as nested lists for JSON, which knows no NaN and no infinity: they become null."""
-    return [plain(v) if v.ndim else (v.item() if math.isfinite(v) else None) for v in values]
 
 
 def write_json(data: dict) -> str:

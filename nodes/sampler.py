@@ -22,6 +22,7 @@ from tqdm.auto import trange
 from ..sfgrpo.kernels import DEFAULT_ETA, KERNELS, SCHEDULES, Kernel
 from ..sfgrpo.noise import draw, generator_for
 from ..sfgrpo.schedule import window_mask
+from .comfy_model import is_flow
 from .compat import make
 
 TO_THE_END = 10000
@@ -31,8 +32,7 @@ TO_THE_END = 10000
 def flow_sampling(model):
     """The model_sampling behind a sampler's model; ValueError where it is not that of a flow from noise to image."""
     sampling = model.inner_model.inner_model.model_sampling
-    image_to_image = getattr(comfy.model_sampling, "IMG_TO_IMG_FLOW", ())
-    if not isinstance(sampling, comfy.model_sampling.CONST) or isinstance(sampling, image_to_image):
+    if not is_flow(sampling):
         raise ValueError(
             "SDE Sampler works with flow models only (SD3, FLUX, Qwen-Image, Z-Image, Wan and the like), and this "
             f"{type(model.inner_model.inner_model).__name__} model is set up as another kind; use a sampler of "

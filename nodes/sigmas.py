@@ -8,6 +8,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..sfgrpo.schedule import FAMILIES, Family, family_sigmas
+from .comfy_model import is_flow
 from .compat import make
 
 MODEL_CONFIGS = {
@@ -32,7 +33,7 @@ def model_family(model) -> tuple[Family, float | None]:
     the MODEL. Raises ValueError for a model that is no flow model.
     """
     sampling = model.get_model_object("model_sampling")
-    if not isinstance(sampling, comfy.model_sampling.CONST):
+    if not is_flow(sampling):
         raise ValueError(
             f"Flow Sigmas is for flow models, and this {type(model.model).__name__} model is set up as another kind; "
             "use Basic Scheduler with it."

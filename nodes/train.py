@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+import comfy.model_management
+import comfy.sd
 import comfy.utils
 from comfy_api.latest import io, ui
 from PIL import Image
@@ -18,8 +20,9 @@ from ..sfgrpo.plot import Series, plot
 from ..sfgrpo.prompts import Prompt, pick_prompts
 from ..sfgrpo.rewards import check_prompts, combine
 from ..sfgrpo.schedule import check_sigmas
-from .comfy_model import check_flow_model, encode_prompts, latent_shape, split_conditioning
+from .comfy_model import check_flow_model, latent_shape
 from .compat import make
+from .conditioning import conditioning_for
 from .files import NONE, Checkpoints, prompts_of, read_lora_file, stamps
 from .pictures import show_text, to_image
 from .sigmas import flow_sigmas
@@ -48,11 +51,9 @@ class TrainLoRA(io.ComfyNode):
             inputs=all_inputs(),
             outputs=[
                 io.Custom("LORA_MODEL").Output(
-                    "lora", display_name="lora", tooltip="The LoRA, for Save LoRA Weights and Load LoRA Model."
+                    "lora", display_name="lora", tooltip="The LoRA after the last round, for Save LoRA Weights."
                 ),
-                io.Model.Output(
-                    "trained", display_name="model", tooltip="The MODEL with the LoRA on it at strength 1."
-                ),
+                io.Model.Output("trained", display_name="model", tooltip="The MODEL with that LoRA at strength 1."),
                 io.Image.Output("plot", display_name="plot", tooltip="Reward while training and of the samples."),
                 io.Image.Output(
                     "before_after",
@@ -70,26 +71,33 @@ class TrainLoRA(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, vae, reward, **inputs) -> io.NodeOutput:
-        # comfy.sd would be imported in vain by a mere listing of nodes.
-        import comfy.sd
-
         check_flow_model(model)
-        config = _config(inputs)
-        prompts, conditioned = _prompts(inputs)
+        settings = _settings(inputs)
         width, height = inputs["width"], inputs["height"]
         shape = latent_shape(model, vae, width, height)
         sigmas = inputs.get("sigmas")
         if sigmas is None:
             sigmas = flow_sigmas("auto", inputs["steps"], width=width, height=height, model=model)
-        sigmas = check_sigmas(sigmas)
+        sigmas = check_sigmas(sigmas.cpu())
+        config = _config(inputs, len(sigmas) - 1)
         config.check_windows(sigmas)
+        prompts = prompts_of(inputs["prompts"], inputs["prompt_file"], inputs["negative_prompt"])
+        used = _used(prompts, settings)
         score = combine(reward)
-        check_prompts(score, prompts, (height, width))
-        settings = _settings(inputs)
+        cancelled = comfy.model_management.throw_exception_if_processing_interrupted
+        check_prompts(score, [prompts[i] for i in sorted(used)], (height, width), on_prompt=cancelled)
         continued = None if inputs["continue_from"] == NONE else read_lora_file(inputs["continue_from"])
         checkpoints = Checkpoints(inputs["name"])
         watcher = _watcher(cls)
-        positive, negative = _conditioning(inputs, prompts, conditioned, settings, watcher)
+        positive, negative = conditioning_for(
+            prompts,
+            inputs.get("clip"),
+            inputs.get("positive"),
+            inputs.get("negative"),
+            settings.guidance,
+            used=used,
+            on_encode=lambda done: watcher.text(f"encoding prompts: {done} done"),
+        )
         training = Training(
             model=model,
             vae=vae,
@@ -121,12 +129,12 @@ class TrainLoRA(io.ComfyNode):
         )
 
 
-def _config(inputs: dict) -> GRPOConfig:
+def _config(inputs: dict, steps: int) -> GRPOConfig:
     return GRPOConfig(
         group_size=inputs["group_size"],
         kernel=Kernel(name=inputs["kernel"], eta=inputs["eta"], schedule=inputs["schedule"]),
         window_start=inputs["window_start"],
-        window_stop=inputs["window_stop"] or None,
+        window_stop=min(inputs["window_end"], steps),
         window_size=inputs["window_size"] or None,
         substeps=inputs["substeps"],
         credit=inputs["credit"],
@@ -147,47 +155,14 @@ def _settings(inputs: dict) -> Settings:
     return Settings(guidance=inputs["guidance"], **{name: inputs[name] for name in names})
 
 
-def _prompts(inputs: dict) -> tuple[list[Prompt], list | None]:
-    """The prompts, and their ready conditioning if it is connected."""
-    prompts = prompts_of(inputs["prompts"], inputs["prompt_file"], inputs["negative_prompt"])
-    positive = inputs.get("positive")
-    if positive is None:
-        return prompts, None
-    ready = split_conditioning(positive)
-    if len(ready) != len(prompts):
-        raise ValueError(
-            f"positive holds {len(ready)} prompts and there are {len(prompts)} in the text; make them as many"
-        )
-    return prompts, ready
-
-
-def _conditioning(
-    inputs: dict, prompts: Sequence[Prompt], ready: list | None, settings: Settings, watcher: Watcher
-) -> tuple:
-    """(positive, negative): a CONDITIONING for each prompt that this training will use."""
-    clip, cache = inputs.get("clip"), {}
-
-    def encode(text: str):
-        if text not in cache:
-            watcher.text(f"encoding prompts: {len(cache)} done")
-            cache[text] = encode_prompts(clip, [text])[0]
-        return cache[text]
-
+def _used(prompts: Sequence[Prompt], settings: Settings) -> set[int]:
+    """Indices of the prompts that this training will draw or sample."""
     used = set(range(min(settings.eval_prompts, len(prompts))))
     for iteration in range(settings.iterations):
         used.update(pick_prompts(len(prompts), settings.prompts_per_iteration, iteration, settings.seed))
         if len(used) == len(prompts):
             break
-    first = min(used)
-    chosen = [prompts[i if i in used else first] for i in range(len(prompts))]
-    positive = ready or [encode(p.text) for p in chosen]
-    if settings.guidance <= 1:
-        return positive, None
-    if inputs.get("negative") is not None:
-        return positive, split_conditioning(inputs["negative"])[:1]
-    if clip is None:
-        raise ValueError("guidance above 1 needs a CLIP or negative conditioning; connect one, or set guidance to 1")
-    return positive, [encode(p.negative) for p in chosen]
+    return used
 
 
 def _watcher(node: type[io.ComfyNode]) -> Watcher:
@@ -250,5 +225,6 @@ def _metrics(trained: Trained, config: GRPOConfig, settings: Settings) -> dict:
 
 def _summary(trained: Trained) -> str:
     start, end = trained.start.scores["total"], trained.end.scores["total"]
-    places = "\n".join(f"{kind}: {place}" for kind, place in trained.saved.items())
+    saved = trained.saved if "best" in trained.saved else trained.saved | {"best": "no samples beat those at the start"}
+    places = "\n".join(f"{kind}: {place}" for kind, place in saved.items())
     return f"reward of the samples: {start:.3f} -> {end:.3f} in {len(trained.rows)} iterations\n{places}"

@@ -9,7 +9,7 @@ from ..sfgrpo.kernels import KERNELS, SCHEDULES
 from ..sfgrpo.lora import TARGETS
 from ..sfgrpo.objective import STEP_WEIGHTS
 from .comfy_patch import ADAPTERS
-from .compat import make
+from .compat import fixed, make
 from .files import NONE, lora_files, prompt_files
 from .rewards import RewardType
 
@@ -70,6 +70,7 @@ def _main_settings() -> list:
             min=1.0,
             max=100.0,
             step=0.1,
+            round=False,
             tooltip="CFG while training: that with which you will sample. 1 is off and twice as fast.",
         ),
         io.Int.Input("iterations", default=60, min=1, max=100000, tooltip="Rounds of drawing, judging and learning."),
@@ -95,7 +96,7 @@ def _main_settings() -> list:
             default=0,
             min=0,
             max=0xFFFFFFFFFFFFFFFF,
-            control_after_generate=True,
+            control_after_generate=fixed(),
             tooltip="Seed of all noise, of the order of prompts and of the LoRA's start.",
         ),
         io.String.Input(
@@ -143,6 +144,7 @@ def _advanced_settings() -> list:
             min=0.0,
             max=10.0,
             step=0.05,
+            round=False,
             tooltip="Strength of that noise: up to 1 for ddim; 0.7 is usual for ddim and flow_grpo, 0.3 for dance.",
         ),
         advanced(
@@ -162,11 +164,11 @@ def _advanced_settings() -> list:
         ),
         advanced(
             io.Int.Input,
-            "window_stop",
-            default=0,
-            min=0,
-            max=1000,
-            tooltip="Step before which the noise ends; 0 is after the last.",
+            "window_end",
+            default=10000,
+            min=1,
+            max=10000,
+            tooltip="Step before which the noise ends; 10000 is after the last.",
         ),
         advanced(
             io.Int.Input,
@@ -189,7 +191,7 @@ def _advanced_settings() -> list:
             default=1e-3,
             min=1e-6,
             max=0.99,
-            step=1e-4,
+            step=1e-5,
             round=False,
             tooltip="Clipping of the ratio of probabilities; acts only where updates is above 1.",
         ),
@@ -204,13 +206,24 @@ def _advanced_settings() -> list:
             tooltip="Pull towards the model without the LoRA; costs a forward pass where it is above 0.",
         ),
         advanced(io.Int.Input, "updates", default=1, min=1, max=1024, tooltip="Optimizer steps a round."),
-        advanced(io.Float.Input, "max_grad_norm", default=1.0, min=1e-6, max=1e6, tooltip="Gradient clipping."),
+        advanced(
+            io.Float.Input,
+            "max_grad_norm",
+            default=1.0,
+            min=1e-6,
+            max=1e6,
+            step=0.1,
+            round=False,
+            tooltip="Gradient clipping.",
+        ),
         advanced(
             io.Float.Input,
             "alpha",
             default=0.0,
             min=0.0,
             max=4096.0,
+            step=1.0,
+            round=False,
             tooltip="The change is alpha / rank times the LoRA; 0 takes alpha = rank. It is folded into the file.",
         ),
         advanced(

@@ -6,15 +6,12 @@ that equal settings give equal LoRAs.
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.model_management
-import comfy.sd
 import torch
 from torch import Tensor
 
@@ -29,6 +26,9 @@ from ..sfgrpo.prompts import Prompt, pick_prompts
 from .comfy_model import ComfyPolicy, open_model
 from .comfy_patch import LoRA, make_lora
 from .files import Checkpoints
+
+SHOWN = 16
+"""Most samples that are kept and drawn."""
 
 LIVE_SIZE = 256
 """Longest side of one image in the live preview, pixels."""
@@ -140,16 +140,22 @@ class Training:
                 device=policy.device,
                 on_progress=self._on_progress,
                 after_update=ema.update,
+                scaler=policy.scaler(),
             )
             try:
                 start = end = self._evaluate(0, policy, lora, ema)
                 for iteration in range(settings.iterations):
                     index = pick_prompts(len(self.prompts), settings.prompts_per_iteration, iteration, settings.seed)
-                    done = loop.iterate(iteration, self.prompts, index)
-                    self.rows.append({"iteration": iteration + 1, **done.metrics})
+                    # Not kept: an iteration holds all latents of its rollout.
+                    metrics = loop.iterate(iteration, self.prompts, index).metrics
+                    if metrics["updates"] and not metrics["grad_norm"]:
+                        raise RuntimeError(
+                            "no gradient reaches the LoRA; try adapter `weight`, or report this model's name"
+                        )
+                    self.rows.append({"iteration": iteration + 1, **metrics})
+                    self._save("last", lora, ema)
                     last = iteration + 1 == settings.iterations
                     if last or (iteration + 1) % settings.eval_every == 0:
-                        self._save("last", lora, ema)
                         end = self._evaluate(iteration + 1, policy, lora, ema)
             except BaseException:
                 # Cancel among others, which is no Exception.
@@ -162,7 +168,7 @@ class Training:
     def _make_lora(self) -> LoRA:
         settings = self.settings
         rank, alpha = settings.rank, settings.alpha or settings.rank
-        device = comfy.model_management.get_torch_device()
+        device = self.model.load_device
         lora = make_lora(self.model, settings.layers, rank, alpha, settings.seed, settings.adapter, device)
         if self.continue_from is not None:
             load_factors(lora, self.continue_from)
@@ -209,16 +215,17 @@ class Training:
                 sigmas=self.sigmas.clone(),
                 latent_shape=self.latent_shape,
                 images_per_prompt=settings.eval_images,
-                grid=count,
+                grid=min(count, SHOWN),
                 batch=self.config.rollout_batch,
                 device=policy.device,
                 on_progress=on_progress,
             )
         self.evaluations.append({"iteration": iteration, "scores": result.scores})
         self.watcher.picture(tile(result.images, result.captions, largest=LIVE_SIZE))
-        if iteration and result.scores["total"] > self.best:
+        if result.scores["total"] > self.best:
             self.best = result.scores["total"]
-            self._save("best", lora, ema)
+            if iteration:
+                self._save("best", lora, ema)
         return result
 
     def _state(self, lora: LoRA, ema: EMA) -> dict[str, Tensor]:
@@ -235,10 +242,8 @@ class Training:
             "alpha": "folded into lora_B",
             "iteration": str(len(self.rows)),
             "guidance": str(settings.guidance),
-            "prompts": json.dumps([p.text for p in self.prompts[:100]]),
         }
         self.saved[kind] = self.checkpoints.save(kind, self._state(lora, ema), metadata)
-        logging.info("Stepwise-Flow-GRPO: iteration %d saved as %s", len(self.rows), self.saved[kind])
         return self.saved[kind]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,6 +47,18 @@ def save_lora(state: Mapping[str, Tensor], path: str | Path, metadata: Mapping[s
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
+        _replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _replace(part: Path, path: Path, tries: int = 5) -> None:
+    """Rename; on Windows a virus scanner or an indexer may hold the file that is there for a moment."""
+    for n in range(tries):
+        try:
+            part.replace(path)
+            return
+        except PermissionError:
+            if n + 1 == tries:
+                raise
+            time.sleep(0.2)

@@ -100,7 +100,12 @@ def check_prompts(
     score: Callable[[Tensor, Sequence[str], Sequence[Mapping]], Scores],
     prompts: Sequence[Prompt],
     size: tuple[int, int],
+    on_prompt: Callable[[], None] = lambda: None,
 ) -> None:
-    """Raise ValueError for a prompt or a size (height, width) that a reward cannot score, by scoring grey images."""
+    """Raise ValueError for a prompt or a size (height, width) that a reward cannot score, by scoring grey images.
+
+    on_prompt comes before each different prompt and may raise to stop.
+    """
     for prompt in {p.text: p for p in prompts}.values():
+        on_prompt()
         score(torch.full((1, 3, *size), 0.5), [prompt.text], [dict(prompt.metadata)])
