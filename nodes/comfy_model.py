@@ -205,7 +205,8 @@ class ComfyPolicy:
 
     def scaler(self) -> torch.amp.GradScaler | None:
         """A scaler of the loss where the model computes in fp16, in which its gradients would vanish."""
-        if self.patcher.model.get_dtype_inference() != torch.float16:
+        model = self.patcher.model
+        if (model.manual_cast_dtype or model.get_dtype()) != torch.float16:
             return None
         return torch.amp.GradScaler(self.device.type)
 
