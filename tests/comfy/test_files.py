@@ -210,10 +210,11 @@ def test_conditioning_that_is_more_than_text(server, graph, case, side):
 
 def test_too_few_conditionings(server, graph):
     graph.train(positive=graph.add("one text", "CLIPTextEncode", clip=graph.clip, text="two circles"))
-    assert refused(server, graph) == "positive holds 1 prompts and there are 2 in the text; make them as many"
+    assert refused(server, graph).startswith("positive holds conditioning for 1 prompt, and prompts has 2; write ")
 
 
 def test_guidance_without_a_negative(server, graph):
     one = graph.add("one text", "CLIPTextEncode", clip=graph.clip, text="two circles")
     graph.train(positive=one, prompts="two circles", clip=None, guidance=2.0)
-    assert refused(server, graph).startswith("guidance above 1 needs a CLIP or negative conditioning")
+    expected = "guidance above 1 needs a negative; connect negative or CLIP, or set guidance to 1"
+    assert refused(server, graph) == expected

@@ -160,7 +160,7 @@ def headless(folder, monkeypatch, **settings) -> tuple[dict, list[dict]]:
     ids=("plain", "smooth", "guided", "kl", "everything"),
 )
 def test_an_iteration_is_that_of_the_headless_trainer(server, graph, tmp_path, monkeypatch, settings):
-    settings = {"iterations": 1, "eval_every": 100} | settings
+    settings = {"iterations": 1, "eval_every": 100, "eval_prompts": 1} | settings
     graph.train(**settings)
     graph.add("numbers", "PreviewAny", source=["train", 4])
     text = graph.add("text", "CLIPTextEncode", clip=graph.clip, text="two circles")

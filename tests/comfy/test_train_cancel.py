@@ -182,9 +182,9 @@ def test_error(server, before, kind, at, learned):
     words = fails(graph, kind, at)
     assert graph.error().startswith(words)
     new = set((server.output / "loras").glob("failed_*")) - saved
-    assert {file.name.split("_")[-1] for file in new} == (
-        {"last.safetensors", "best.safetensors"} if learned else set()
-    )
+    # The best so far is saved too where it is better than the start.
+    kinds = {file.name.split("_")[-1] for file in new} - {"best.safetensors"}
+    assert kinds == ({"last.safetensors"} if learned else set())
     for file in new:
         assert all(value.isfinite().all() for value in load_file(file).values())
     check_after(server, before)

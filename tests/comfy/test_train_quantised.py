@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.comfy.training import Graph
 
 NATIVE = "model.diffusion_model."
-SETTINGS = {"iterations": 1, "eval_every": 100, "max_grad_norm": 1e-6, "learning_rate": 0.05}
+SETTINGS = {"iterations": 1, "eval_prompts": 1, "max_grad_norm": 1e-6, "learning_rate": 0.05}
 
 
 def by_hand(weight: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[dict, torch.Tensor]:
@@ -113,7 +113,7 @@ def test_training_on_quantised_weights(server, native, name):
     before = model.draw()
     said = len(server.log())
     for adapter in ("hook", "weight"):
-        trained = model.train(adapter)
+        trained = model.train(adapter, gradient_checkpointing=adapter == "weight")
         lora = trained.lora()
         if name in ROUNDS_INPUTS:
             assert direction(lora, expected.lora()) > 0.8
@@ -131,10 +131,3 @@ def test_training_on_quantised_weights(server, native, name):
         assert torch.equal(trained.latent("after"), before.latent("picture"))
     assert "not loaded" not in server.log()[said:].lower()
     assert model.draw().look() == before.look()
-
-
-def test_checkpointing_on_quantised_weights(server, native):
-    model = Model(server, write(server, native, "int8_tensorwise")[0])
-    settings = {"layers": "all", "gradient_checkpointing": True, "update_batch": 3}
-    one, other = (model.train("hook", **s).lora() for s in (settings | {"gradient_checkpointing": False}, settings))
-    assert max((one[key] - other[key]).abs().max().item() for key in one) < 1e-5
