@@ -318,7 +318,8 @@ def test_two_samplers_in_a_row(graph, kernel):
     torch.testing.assert_close(first["states"], whole["states"][:4], rtol=0, atol=0)
     torch.testing.assert_close(second["states"][0], whole["states"][3], rtol=0, atol=1e-5)
     if kernel == "ode":
-        torch.testing.assert_close(latents["second"], latents["whole"], rtol=0, atol=1e-5)
+        # Between the two ComfyUI divides by 1 - sigma and multiplies again, and rounding goes on through the steps.
+        torch.testing.assert_close(latents["second"], latents["whole"], rtol=0, atol=1e-4)
     # Without noise of its own, the second tells the images apart by their order.
     mark = hashlib.blake2b(bytes(4 * 16 * 8 * 8), digest_size=8).hexdigest()
     level = repr(second["sigmas"][0].item())

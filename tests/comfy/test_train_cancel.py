@@ -38,7 +38,8 @@ class Before:
 def check_graph(server, at_rest: bool = False) -> Graph:
     """Look at the model, then draw with it and train it quickly."""
     graph = Graph(server)
-    model = graph.look(at_rest=at_rest)
+    model = graph.add("slow saves", "Probe_SlowSaves", model=graph.model, seconds=0.0)
+    model = graph.look(model, at_rest=at_rest)
     graph.draw("picture", model)
     graph.train(model=model, iterations=1, eval_every=100, eval_prompts=1, name="quick")
     return graph
