@@ -247,7 +247,11 @@ def pytest_terminal_summary(terminalreporter):
     """Say how many of the tests that need a ComfyUI checkout ran."""
     stats = terminalreporter.stats
     ran, skipped = (
-        sum("comfy" in getattr(report, "nodeid", "") for key in keys for report in stats.get(key, []))
+        sum(
+            any(word in getattr(report, "nodeid", "") for word in ("comfy", "tests/browser"))
+            for key in keys
+            for report in stats.get(key, [])
+        )
         for keys in (("passed", "failed"), ("skipped",))
     )
     terminalreporter.write_line(f"tests that need a ComfyUI checkout: {ran} ran, {skipped} skipped")
