@@ -18,9 +18,11 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +54,12 @@ class Outcome:
     error: str
     """Message of the exception, or of the refusal; empty without one."""
     messages: list = field(default_factory=list)
+
+
+def run_alone(coroutine: Coroutine) -> Any:
+    """`asyncio.run` in a thread of its own: the browser's driver keeps an event loop running in that of the tests."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(asyncio.run, coroutine).result()
 
 
 class Server:
@@ -134,7 +142,7 @@ class Server:
 
         Raises ValueError where the prompt is refused.
         """
-        return asyncio.run(asyncio.wait_for(self._watch(prompt, on_text), timeout))
+        return run_alone(asyncio.wait_for(self._watch(prompt, on_text), timeout))
 
     async def _watch(self, prompt: dict, on_text: Callable[[str], None]) -> Outcome:
         import aiohttp

@@ -1,6 +1,5 @@
 """Tweedie Reward Preview in a running ComfyUI: against diffusers, against other nodes, previews, Cancel, mistakes."""
 
-import asyncio
 import json
 import struct
 import uuid
@@ -18,6 +17,7 @@ from sfgrpo.prompts import Prompt
 from sfgrpo.rewards import mix
 from sfgrpo_trainer.families import load_family
 from sfgrpo_trainer.policy import LoRAPolicy, encode_prompts
+from tests.comfyui import run_alone
 
 WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "reward_preview.json"
 TEXTS = ["two red circles", "a green cross"]
@@ -220,7 +220,7 @@ async def watch(server, nodes, cancel_at=None):
 
 def test_it_shows_the_board_while_it_runs(graph):
     graph.preview(trajectories=4, batch_size=2, seed=9)
-    event, pictures, shares = asyncio.run(watch(graph.server, graph.nodes))
+    event, pictures, shares = run_alone(watch(graph.server, graph.nodes))
     assert event == "execution_success" and pictures
     # ComfyUI sends only some of the steps of one that is quick.
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1 and len(set(shares)) > 2
@@ -239,7 +239,7 @@ def test_cancel_stops_it_and_changes_nothing(graph, share):
     expected = data_of(graph.server, seed=21, kernel="flow_grpo")
     # 82 rows of the rollout, 73 of estimates, 91 decoded.
     graph.preview(prompts="two red circles", seed=22, trajectories=9, steps=10, substeps=2, batch_size=2)
-    event, _, shares = asyncio.run(watch(graph.server, graph.nodes, share))
+    event, _, shares = run_alone(watch(graph.server, graph.nodes, share))
     assert event == "execution_interrupted" and share <= max(shares) < 1
     spaces = " " * round(100 * share)
     after = data_of(graph.server, seed=21, kernel="flow_grpo", prompts=f"{TEXTS[0]}{spaces}\n{TEXTS[1]}")

@@ -21,6 +21,7 @@ from sfgrpo.rewards.shapes import verify
 from sfgrpo.shapes import MODEL_DIR
 from sfgrpo.shapes.captions import all_captions, parse
 from sfgrpo.shapes.scenes import render, scenes_for
+from tests.comfyui import run_alone
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {
@@ -301,7 +302,7 @@ def test_live_previews_are_pictures(server, pipe, parts):
                         return frames
         return frames
 
-    frames = [Image.open(io.BytesIO(frame)) for frame in asyncio.run(asyncio.wait_for(run(), 120))]
+    frames = [Image.open(io.BytesIO(frame)) for frame in run_alone(asyncio.wait_for(run(), 120))]
     expected = to_images(pipe, by_pipeline(pipe, "a yellow square", cfg=1.0)[:1])[0].movedim(0, -1).numpy() * 255
     assert len(frames) == STEPS
     small = [np.array(frame.convert("RGB").resize((32, 32), Image.Resampling.BOX)) for frame in frames]
