@@ -117,6 +117,7 @@ class WordTokenizer(comfy.sd1_clip.SDTokenizer):
             pad_to_max_length=False,
             **options,
         )
+        self.tokenizer.model_max_length = NO_LIMIT  # what is too long is said below, in one place
         self.context = context
 
     def tokenize_with_weights(self, text: str, return_word_ids: bool = False, **options) -> list[list[tuple]]:

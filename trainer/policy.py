@@ -112,9 +112,10 @@ def add_lora(family: Family, config: LoRAConfig, seed: int) -> None:
     The factors are float32 and the only parameters with a gradient. Raises UserError for a file that does not fit.
     """
     targets = family.targets(config.targets)
-    family.transformer.add_adapter(
-        PeftLoraConfig(r=config.rank, lora_alpha=config.alpha or config.rank, target_modules=targets)
-    )
+    with torch.random.fork_rng():  # peft draws factors of its own, which are replaced below
+        family.transformer.add_adapter(
+            PeftLoraConfig(r=config.rank, lora_alpha=config.alpha or config.rank, target_modules=targets)
+        )
     for name, layer in lora_layers(family).items():
         a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
         start = init_factors(family.export_name(name), config.rank, a.shape[1], b.shape[0], seed)

@@ -57,4 +57,4 @@ def no_errors(request) -> Iterator[None]:
     if "frontend" in request.fixturenames:
         page = request.getfixturevalue("frontend")
         errors, page.errors = page.errors, []
-        assert not errors
+        assert not errors, "\n".join(errors)

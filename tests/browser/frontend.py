@@ -24,8 +24,11 @@ STOCK_ERRORS = {
     (NOT_THERE, "/api/userdata"): "folders of saved workflows and subgraphs, which a new user has not",
     (NOT_THERE, "/api/userdata/comfy.templates.json"): "node templates of older frontends, which a new user has not",
     ("ComfyApp graph accessed before initialization", "/assets"): "the frontend's own code at its start",
+    (NOT_THERE, "/templates/index.json"): "ComfyUI's own templates, where their large package is not installed",
+    (NOT_THERE, "/templates/index_logo.json"): "the same",
+    ("Error loading core workflow templates: AxiosError: Request failed with status code 404", "/assets"): "the same",
 }
-"""(text, path of the address) of what stock ComfyUI writes as an error when it starts -> why."""
+"""(first line, path of the address) of what stock ComfyUI writes as an error when it starts -> why."""
 
 EVENTS = ("execution_start", "execution_success", "execution_error", "execution_interrupted", "executed")
 LISTEN = """events => {
@@ -75,7 +78,7 @@ class Frontend:
     def _on_console(self, message) -> None:
         path = urlsplit(message.location.get("url", "")).path
         place = "/assets" if path.startswith("/assets/") else path
-        if message.type == "error" and (message.text, place) not in STOCK_ERRORS:
+        if message.type == "error" and (message.text.split("\n")[0], place) not in STOCK_ERRORS:
             self.errors.append(f"{message.text} ({path})")
 
     def _on_response(self, response) -> None:

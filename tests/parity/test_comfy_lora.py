@@ -146,7 +146,8 @@ def answers(embedded, random_sd3, tmp_path_factory):
 @pytest.mark.parametrize("name", ["embedded", "random_sd3"])
 def test_comfyui_gives_the_velocity_of_diffusers(answers, name, targets):
     expected, got = answers[1][name]
-    torch.testing.assert_close(got[targets], expected[targets], rtol=0, atol=1e-4)
+    size = max(1.0, float(expected[targets].abs().max()))  # rounding grows with the velocity: up to 15 with a LoRA
+    torch.testing.assert_close(got[targets], expected[targets], rtol=0, atol=1e-4 * size)
     if targets != "base":
         assert (got[targets] - got["base"]).abs().max() > 0.1
 

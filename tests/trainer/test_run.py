@@ -240,9 +240,10 @@ def test_results_depend_on_no_batch_size_and_on_no_checkpointing(config, tmp_pat
         rewards[name] = [metrics["reward"] for metrics in iterate(run)]
         files[name] = run.save("last", 2)
     learned = {k: v for k, v in load_file(files["whole"]).items() if "lora_B" in k}
-    assert max(v.abs().max() for v in learned.values()) > 1e-2
+    size = max(float(v.abs().max()) for v in learned.values())
+    assert size > 1e-2
     for name in ("parts", "checkpointed"):
-        assert apart(files["whole"], files[name]) < 1e-5
+        assert apart(files["whole"], files[name]) < 3e-3 * size  # see ROUNDING; a part left out is 0.1 or more
         assert rewards[name] == pytest.approx(rewards["whole"], abs=1e-6)
 
 
