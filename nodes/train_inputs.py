@@ -218,6 +218,16 @@ def _advanced_settings() -> list:
         ),
         advanced(
             io.Float.Input,
+            "final_lr",
+            default=1.0,
+            min=0.0,
+            max=1.0,
+            step=0.05,
+            round=False,
+            tooltip="Share of learning_rate that is left in the last iteration; it falls evenly. 1 keeps it.",
+        ),
+        advanced(
+            io.Float.Input,
             "alpha",
             default=0.0,
             min=0.0,

@@ -23,6 +23,7 @@ from ..sfgrpo.export import fold
 from ..sfgrpo.loop import StepwiseGRPO
 from ..sfgrpo.pictures import tile
 from ..sfgrpo.prompts import Prompt, pick_prompts
+from ..sfgrpo.update import learning_rate
 from .comfy_model import ComfyPolicy, open_model
 from .comfy_patch import LoRA, make_lora
 from .files import Checkpoints
@@ -44,6 +45,8 @@ class Settings:
     iterations: int
     prompts_per_iteration: int
     learning_rate: float
+    final_lr: float
+    """Share of it that is left in the last iteration."""
     rank: int
     alpha: float
     """0 takes the rank."""
@@ -145,6 +148,10 @@ class Training:
             try:
                 start = end = self._evaluate(0, policy, lora, ema)
                 for iteration in range(settings.iterations):
+                    for group in optimizer.param_groups:
+                        group["lr"] = learning_rate(
+                            settings.learning_rate, iteration, settings.iterations, final=settings.final_lr
+                        )
                     index = pick_prompts(len(self.prompts), settings.prompts_per_iteration, iteration, settings.seed)
                     # Not kept: an iteration holds all latents of its rollout.
                     metrics = loop.iterate(iteration, self.prompts, index).metrics

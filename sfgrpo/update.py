@@ -17,6 +17,14 @@ from .policy import Policy
 from .rollout import Trajectory, batches
 
 
+def learning_rate(lr: float, iteration: int, iterations: int, *, warmup: int = 0, final: float = 1.0) -> float:
+    """Learning rate of iteration 0 .. iterations - 1: up to `lr` over `warmup`, then linearly down to `final * lr`."""
+    if iteration < warmup:
+        return lr * (iteration + 1) / warmup
+    share = (iteration - warmup) / max(iterations - 1 - warmup, 1)
+    return lr * (1 - share * (1 - final))
+
+
 @dataclass
 class StepLosses:
     """Losses of M steps."""

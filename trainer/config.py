@@ -19,6 +19,7 @@ import torch
 from sfgrpo.config import GRPOConfig
 from sfgrpo.rewards import get_reward
 from sfgrpo.shapes import MODEL_DIR
+from sfgrpo.update import learning_rate
 
 from .errors import UserError
 
@@ -157,10 +158,7 @@ class OptimizerConfig:
 
     def lr_at(self, iteration: int, iterations: int) -> float:
         """Learning rate of iteration 0 .. iterations - 1."""
-        if iteration < self.warmup:
-            return self.lr * (iteration + 1) / self.warmup
-        share = (iteration - self.warmup) / max(iterations - 1 - self.warmup, 1)
-        return self.lr * (1 - share * (1 - self.final_lr))
+        return learning_rate(self.lr, iteration, iterations, warmup=self.warmup, final=self.final_lr)
 
 
 @dataclass(frozen=True, kw_only=True)

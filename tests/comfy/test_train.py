@@ -132,7 +132,7 @@ def headless(folder, monkeypatch, **settings) -> tuple[dict, list[dict]]:
         rewards = {{ red = 1.0 }}
         sampling = {{ height = 32, width = 32, steps = {s["steps"]}, guidance = {s["guidance"]} }}
         lora = {{ rank = {s["rank"]}, targets = "{s["layers"]}" }}
-        optimizer = {{ lr = {s["learning_rate"]} }}
+        optimizer = {{ lr = {s["learning_rate"]}, final_lr = {s.get("final_lr", 1.0)} }}
 
         [grpo]
         group_size = {s["group_size"]}
@@ -161,7 +161,7 @@ def headless(folder, monkeypatch, **settings) -> tuple[dict, list[dict]]:
         SMOOTH | GUIDED,
         # With two updates the second has a policy that left the base, and so a KL gradient.
         SMOOTH | {"kl_weight": 0.1, "updates": 2},
-        SMOOTH | GUIDED | {"layers": "all", "kl_weight": 0.1, "updates": 2, "iterations": 2},
+        SMOOTH | GUIDED | {"layers": "all", "kl_weight": 0.1, "updates": 2, "iterations": 2, "final_lr": 0.5},
     ),
     ids=("plain", "smooth", "guided", "kl", "everything"),
 )

@@ -10,7 +10,7 @@ from sfgrpo.credit import assign_credit
 from sfgrpo.kernels import Kernel
 from sfgrpo.noise import initial_noise, member_generators
 from sfgrpo.rollout import rollout
-from sfgrpo.update import policy_loss, update
+from sfgrpo.update import learning_rate, policy_loss, update
 
 SIGMAS = torch.tensor([1.0, 0.75, 0.5, 0.0])
 GROUPS, SIZE, SHAPE = 3, 2, (1, 2, 2)
@@ -202,3 +202,18 @@ def test_later_updates_are_clipped_against_the_rollout():
     assert 0 < metrics["clipped"] == pytest.approx(sum(clipped) / 12)
     assert metrics["ratio/mean"] == pytest.approx(sum(ratios) / 12, rel=1e-4)
     assert metrics["ratio/max"] == pytest.approx(max(ratios), rel=1e-4) and metrics["ratio/rounding"] < 1e-6
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_learning_rate_is_that_of_torch(warmup):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    schedules = [torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, total_iters=9 - warmup)]
+    if warmup:
+        schedules.insert(0, torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, total_iters=warmup - 1))
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, milestones=[warmup] * bool(warmup))
+    for iteration in range(10):
+        expected = optimizer.param_groups[0]["lr"]
+        assert learning_rate(0.5, iteration, 10, warmup=warmup, final=0.2) == pytest.approx(expected)
+        optimizer.step()
+        schedule.step()
+    assert learning_rate(0.5, 0, 1, final=0.2) == 0.5
