@@ -225,6 +225,7 @@ class Training:
                 grid=min(count, SHOWN),
                 batch=self.config.rollout_batch,
                 device=policy.device,
+                decode_batch=self.config.decode_batch,
                 on_progress=on_progress,
             )
         self.evaluations.append({"iteration": iteration, "scores": result.scores})

@@ -91,7 +91,10 @@ class GRPOConfig:
         if self.window_size is None:
             return [whole]
         if self.window_size > stop - self.window_start:
-            raise ValueError(f"window_size {self.window_size} is more than the steps {self.window_start}..{stop}")
+            raise ValueError(
+                f"window_size {self.window_size} is more than the {stop - self.window_start} steps of the window; "
+                "lower it, or move the start or the end of the window"
+            )
         starts = range(self.window_start, stop - self.window_size + 1)
         return [window_mask(steps, start, start + self.window_size) for start in starts]
 

@@ -49,9 +49,10 @@ def sample_images(
     sigmas: Tensor,
     latent_shape: tuple[int, ...],
     device: torch.device,
+    decode_batch: int | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """One ODE sample (B, 3, H, W) of prompts[index[i]] with seed seeds[i], for each i."""
+    """One ODE sample (B, 3, H, W) of prompts[index[i]] with seed seeds[i], for each i; by default decoded at once."""
     x = torch.stack([eval_noise(prompts[i].text, j, latent_shape) for i, j in zip(index, seeds, strict=True)])
     trajectory = rollout(
         policy.velocity,
@@ -62,7 +63,8 @@ def sample_images(
         generators=[],
         on_step=on_step,
     )
-    return policy.decode(trajectory.final).float().cpu()
+    parts = trajectory.final.split(decode_batch or len(trajectory.final))
+    return torch.cat([policy.decode(part).float().cpu() for part in parts])
 
 
 def evaluate(
@@ -77,6 +79,7 @@ def evaluate(
     grid: int,
     batch: int,
     device: torch.device,
+    decode_batch: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Score `images_per_prompt` samples of prompts[i] for i in index; image j of a prompt has seed j.
@@ -98,6 +101,7 @@ def evaluate(
             sigmas=sigmas,
             latent_shape=latent_shape,
             device=device,
+            decode_batch=decode_batch,
         )
         rows = [prompts[i] for i, _ in part]
         scores = score(images, [p.text for p in rows], [dict(p.metadata) for p in rows])

@@ -234,6 +234,7 @@ class Run:
                 grid=config.eval.grid,
                 batch=config.eval.batch,
                 device=self.device,
+                decode_batch=config.grpo.decode_batch,
                 on_progress=lambda done, total: self._progress("evaluate", done, total),
             )
         tile(result.images, result.captions).save(self.out / "samples" / f"{iteration:05d}.png")

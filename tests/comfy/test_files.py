@@ -144,7 +144,7 @@ SETTINGS = {
     "no prompts": ({"prompts": " \n"}, "write at least one prompt, one a line, or choose a prompt_file"),
     "no noise": ({"eta": 0.0}, "kernel must be stochastic: ode or eta 0 leaves nothing to train on"),
     "window": ({"window_start": 3, "window_end": 2}, "window"),
-    "window size": ({"window_size": 5}, "window_size 5 is more than the steps 0..4"),
+    "window size": ({"window_size": 5}, "window_size 5 is more than the 4 steps of the window"),
     "no clip": ({"clip": None}, "connect a CLIP, or ready CONDITIONING in its place"),
 }
 

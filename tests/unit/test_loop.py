@@ -576,7 +576,7 @@ def test_a_window_of_a_size_is_drawn_anew_for_each_iteration():
 @pytest.mark.parametrize(
     "settings, message",
     (
-        ({"window_size": 4, "window_stop": 3}, "window_size 4 is more than the steps 0..3"),
+        ({"window_size": 4, "window_stop": 3}, "window_size 4 is more than the 3 steps of the window; lower it"),
         ({"window_start": 3, "window_stop": 3}, "window 3..3 is empty"),
         ({"window_start": 3}, "no step of the window injects noise"),
     ),
