@@ -23,7 +23,7 @@ from ..sfgrpo.export import fold
 from ..sfgrpo.loop import StepwiseGRPO
 from ..sfgrpo.pictures import tile
 from ..sfgrpo.prompts import Prompt, pick_prompts
-from ..sfgrpo.update import learning_rate
+from ..sfgrpo.update import set_learning_rate
 from .comfy_model import ComfyPolicy, open_model
 from .comfy_patch import LoRA, make_lora
 from .files import Checkpoints
@@ -148,10 +148,9 @@ class Training:
             try:
                 start = end = self._evaluate(0, policy, lora, ema)
                 for iteration in range(settings.iterations):
-                    for group in optimizer.param_groups:
-                        group["lr"] = learning_rate(
-                            settings.learning_rate, iteration, settings.iterations, final=settings.final_lr
-                        )
+                    set_learning_rate(
+                        optimizer, settings.learning_rate, iteration, settings.iterations, final=settings.final_lr
+                    )
                     index = pick_prompts(len(self.prompts), settings.prompts_per_iteration, iteration, settings.seed)
                     # Not kept: an iteration holds all latents of its rollout.
                     metrics = loop.iterate(iteration, self.prompts, index).metrics

@@ -25,6 +25,12 @@ def learning_rate(lr: float, iteration: int, iterations: int, *, warmup: int = 0
     return lr * (1 - share * (1 - final))
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, *args: Any, **keywords: Any) -> None:
+    """Set `learning_rate` of the same arguments in every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(*args, **keywords)
+
+
 @dataclass
 class StepLosses:
     """Losses of M steps."""

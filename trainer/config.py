@@ -19,7 +19,6 @@ import torch
 from sfgrpo.config import GRPOConfig
 from sfgrpo.rewards import get_reward
 from sfgrpo.shapes import MODEL_DIR
-from sfgrpo.update import learning_rate
 
 from .errors import UserError
 
@@ -155,10 +154,6 @@ class OptimizerConfig:
             raise ValueError("warmup must be 0 or more")
         if not 0 <= self.final_lr <= 1:
             raise ValueError("final_lr must be from 0 to 1")
-
-    def lr_at(self, iteration: int, iterations: int) -> float:
-        """Learning rate of iteration 0 .. iterations - 1."""
-        return learning_rate(self.lr, iteration, iterations, warmup=self.warmup, final=self.final_lr)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,7 @@ def add_lora(family: Family, config: LoRAConfig, seed: int) -> None:
     The factors are float32 and the only parameters with a gradient. Raises UserError for a file that does not fit.
     """
     targets = family.targets(config.targets)
-    with torch.random.fork_rng():  # peft draws factors of its own, which are replaced below
+    with torch.random.fork_rng(devices=[]):  # peft draws factors of its own, on the CPU, which are replaced below
         family.transformer.add_adapter(
             PeftLoraConfig(r=config.rank, lora_alpha=config.alpha or config.rank, target_modules=targets)
         )

@@ -27,6 +27,7 @@ from sfgrpo.metrics import plain
 from sfgrpo.pictures import tile
 from sfgrpo.prompts import Prompt, pick_prompts, read_prompts
 from sfgrpo.rewards import check_prompts, mix
+from sfgrpo.update import set_learning_rate
 
 from .config import RunConfig, to_toml, without_folders
 from .errors import UserError
@@ -339,8 +340,10 @@ class Run:
         return Result(self.out, start, end, self.iterations_done, time.time() - self.started, self.best)
 
     def _set_lr(self, iteration: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optimizer.lr_at(iteration, self.config.iterations)
+        rate = self.config.optimizer
+        set_learning_rate(
+            self.optimizer, rate.lr, iteration, self.config.iterations, warmup=rate.warmup, final=rate.final_lr
+        )
 
 
 def train(config: RunConfig, out: Path) -> Result:

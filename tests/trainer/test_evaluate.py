@@ -133,7 +133,7 @@ def test_the_real_rewards_are_weighted(policy, direct):
     assert result.scores["shapes"] == pytest.approx(again.parts["shapes"].mean().item(), abs=1e-3)
 
 
-def test_noise_depends_on_text_and_seed_alone(policy, monkeypatch):
+def test_noise_depends_on_text_and_seed_alone(policy):
     shape = (16, 8, 8)
     assert torch.equal(eval_noise("a circle", 0, shape), eval_noise("a circle", 0, shape))
     noises = [eval_noise(text, seed, shape) for text in ("a circle", "a cross") for seed in (0, 1)]
@@ -145,6 +145,11 @@ def test_noise_depends_on_text_and_seed_alone(policy, monkeypatch):
     alone = sample_images(policy, PROMPTS, [2], [1], **grid)
     among = sample_images(policy, PROMPTS, [4, 2, 1], [0, 1, 1], **grid)
     torch.testing.assert_close(alone[0], among[1], rtol=0, atol=1e-5)
+
+
+def test_samples_are_decoded_in_parts(policy, monkeypatch):
+    grid = {"sigmas": policy.family.sigmas(STEPS, 32, 32), "latent_shape": (16, 8, 8), "device": CPU}
+    among = sample_images(policy, PROMPTS, [4, 2, 1], [0, 1, 1], **grid)
     sizes, decode = [], policy.decode
     monkeypatch.setattr(policy, "decode", lambda latents: sizes.append(len(latents)) or decode(latents))
     parts = sample_images(policy, PROMPTS, [4, 2, 1], [0, 1, 1], **grid, decode_batch=2)

@@ -243,7 +243,7 @@ def test_results_depend_on_no_batch_size_and_on_no_checkpointing(config, tmp_pat
     size = max(float(v.abs().max()) for v in learned.values())
     assert size > 1e-2
     for name in ("parts", "checkpointed"):
-        assert apart(files["whole"], files[name]) < 3e-3 * size  # see ROUNDING; a part left out is 0.1 or more
+        assert apart(files["whole"], files[name]) < 3e-3 * size  # see ROUNDING
         assert rewards[name] == pytest.approx(rewards["whole"], abs=1e-6)
 
 
