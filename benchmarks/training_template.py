@@ -14,7 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.comfyui import start, stop
+import pytest
+
+from tests.comfyui import comfyui, start, stop
 
 WORKFLOW = Path(__file__).parents[1] / "workflows" / "api" / "train_shapes_demo.json"
 NODE = "SFGRPO_TrainLoRA"
@@ -27,6 +29,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
+    try:
+        comfyui()
+    except pytest.skip.Exception as absent:
+        raise SystemExit(str(absent)) from None
     with tempfile.TemporaryDirectory() as base:
         server = start(Path(base))
         try:

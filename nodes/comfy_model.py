@@ -52,9 +52,14 @@ def check_flow_model(model) -> None:
 def latent_shape(model, vae, width: int, height: int) -> tuple[int, ...]:
     """Shape of one latent, without the batch, of an image of width x height pixels.
 
-    Raises ValueError for a size that the VAE cannot make.
+    Raises ValueError for a VAE of another kind of latent, and for a size that the VAE cannot make.
     """
     form = model.get_model_object("latent_format")
+    if vae.latent_channels != form.latent_channels:
+        raise ValueError(
+            f"this VAE decodes latents of {vae.latent_channels} channels, and those of this MODEL "
+            f"({type(model.model).__name__}) have {form.latent_channels}; connect the VAE that belongs to the model"
+        )
     unit = int(vae.spacial_compression_encode())
     if width % unit or height % unit:
         raise ValueError(f"width and height must be multiples of {unit} with this VAE, got {width} x {height}")

@@ -150,9 +150,24 @@ def _resized(shape: torch.Size, dim: int, size: int) -> list[int]:
 def make_lora(patcher, choice: str, rank: int, alpha: float, seed: int, adapter: str, device: torch.device) -> LoRA:
     """A fresh LoRA for the model of a patcher.
 
+    choice: one of sfgrpo.lora.TARGETS. Raises ValueError for a model without layers of that kind.
+    """
+    modules, found = dict(patcher.model.named_modules()), lora_places(patcher)
+    layers: dict[str, list[Layer]] = {}
+    for name in choose_targets(found, choice):
+        module, start, rows, reorder = found[name]
+        fresh = init_factors(name, rank, modules[module].in_features, rows, seed)
+        with torch.inference_mode(False):
+            a, b = (t.clone().to(device).requires_grad_() for t in (fresh.a, fresh.b))
+        layers.setdefault(module, []).append(Layer(name, a, b, start, reorder))
+    return LoRA(layers, alpha / rank, adapter=adapter)
+
+
+def lora_places(patcher) -> dict[str, tuple[str, int, int, Callable | None]]:
+    """Every linear layer that a LoRA file can name -> (module, first row, rows, reorder).
+
     Layers bear the names of ComfyUI's own table of LoRA keys, so that the file loads in stock ComfyUI: diffusers' names
-    where the table has them, the model's own otherwise. choice: one of sfgrpo.lora.TARGETS. Raises ValueError for a
-    model without layers of that kind.
+    where the table has them, the model's own otherwise.
     """
     modules = dict(patcher.model.named_modules())
     table = comfy.lora.model_lora_keys_unet(patcher.model, {})
@@ -165,14 +180,7 @@ def make_lora(patcher, choice: str, rank: int, alpha: float, seed: int, adapter:
                     found[name] = place
         if found:
             break
-    layers: dict[str, list[Layer]] = {}
-    for name in choose_targets(found, choice):
-        module, start, rows, reorder = found[name]
-        fresh = init_factors(name, rank, modules[module].in_features, rows, seed)
-        with torch.inference_mode(False):
-            a, b = (t.clone().to(device).requires_grad_() for t in (fresh.a, fresh.b))
-        layers.setdefault(module, []).append(Layer(name, a, b, start, reorder))
-    return LoRA(layers, alpha / rank, adapter=adapter)
+    return found
 
 
 def _place_of(target, modules: dict[str, nn.Module]) -> tuple[str, int, int, Callable | None] | None:

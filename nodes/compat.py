@@ -18,6 +18,11 @@ def make(kind: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     return kind(*args, **{k: v for k, v in keywords.items() if k in known or k not in LATER})
 
 
+def advanced(kind: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """An input that is folded away with the advanced ones, where the running ComfyUI does that."""
+    return make(kind, *args, advanced=True, **keywords)
+
+
 def fixed() -> Any:
     """`control_after_generate` of a seed that stays as it is from run to run; older versions know on and off alone."""
     kind = getattr(io, "ControlAfterGenerate", None)

@@ -28,7 +28,7 @@ from .comfy_model import (
     latent_shape,
     open_model,
 )
-from .compat import make
+from .compat import advanced, make
 from .conditioning import conditioning_for
 from .pictures import arrange, to_image
 from .rewards import RewardType, prompt_lines, write_json
@@ -241,9 +241,6 @@ def _sockets() -> list:
 
 
 def _widgets() -> list:
-    def advanced(kind, *args, **keywords):
-        return make(kind, *args, advanced=True, **keywords)
-
     size = {"min": 16, "max": 16384, "step": 8}
     return [
         io.String.Input(

@@ -27,7 +27,7 @@ from .files import NONE, Checkpoints, prompts_of, read_lora_file, stamps
 from .pictures import show_text, to_image
 from .sigmas import flow_sigmas
 from .train_inputs import all_inputs
-from .training import Settings, Trained, Training, Watcher
+from .training import Settings, Trained, Training, Watcher, training_lora
 
 SHOWN = 512
 """Longest side of an image in previews and grids, pixels."""
@@ -87,6 +87,7 @@ class TrainLoRA(io.ComfyNode):
         cancelled = comfy.model_management.throw_exception_if_processing_interrupted
         check_prompts(score, [prompts[i] for i in sorted(used)], (height, width), on_prompt=cancelled)
         continued = None if inputs["continue_from"] == NONE else read_lora_file(inputs["continue_from"])
+        lora = training_lora(model, settings, continued)
         checkpoints = Checkpoints(inputs["name"])
         watcher = _watcher(cls)
         positive, negative = conditioning_for(
@@ -101,6 +102,7 @@ class TrainLoRA(io.ComfyNode):
         training = Training(
             model=model,
             vae=vae,
+            lora=lora,
             score=score,
             prompts=prompts,
             positive=positive,
@@ -111,7 +113,6 @@ class TrainLoRA(io.ComfyNode):
             settings=settings,
             checkpoints=checkpoints,
             watcher=watcher,
-            continue_from=continued,
         )
         trained = training.run()
         patched, _ = comfy.sd.load_lora_for_models(model, None, trained.state, 1.0, 0.0)
@@ -151,6 +152,12 @@ def _config(inputs: dict, steps: int) -> GRPOConfig:
 
 
 def _settings(inputs: dict) -> Settings:
+    updates, prompts = inputs["updates"], inputs["prompts_per_iteration"]
+    if updates > prompts:
+        raise ValueError(
+            f"updates {updates} is more than prompts_per_iteration {prompts}, and each update takes its own share of "
+            "the prompts; lower updates or raise prompts_per_iteration"
+        )
     names = [name for name in Settings.__dataclass_fields__ if name != "guidance"]
     return Settings(guidance=inputs["guidance"], **{name: inputs[name] for name in names})
 

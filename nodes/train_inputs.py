@@ -9,7 +9,7 @@ from ..sfgrpo.kernels import KERNELS, SCHEDULES
 from ..sfgrpo.lora import TARGETS
 from ..sfgrpo.objective import STEP_WEIGHTS
 from .comfy_patch import ADAPTERS
-from .compat import fixed, make
+from .compat import advanced, fixed
 from .files import NONE, lora_files, prompt_files
 from .rewards import RewardType
 
@@ -114,9 +114,6 @@ def _main_settings() -> list:
 
 
 def _advanced_settings() -> list:
-    def advanced(kind, *args, **keywords):
-        return make(kind, *args, advanced=True, **keywords)
-
     return [
         advanced(
             io.Combo.Input,
@@ -124,7 +121,9 @@ def _advanced_settings() -> list:
             options=list(CREDITS),
             default="gain_centred",
             tooltip="How a step is credited: by its gain in reward (gain: the paper; gain_centred: less the mean gain "
-            "of that step), or all steps alike by the last reward (uniform: Flow-GRPO).",
+            "of that step), or all steps alike by the last reward (uniform: Flow-GRPO). The others are the paper's "
+            "ablations: gain_per_step divides each step by its own spread, gain_ema takes off a running mean of the "
+            "gains (decay 0.9), gain_gae adds the gains of later steps, each 0.9 times the one before.",
         ),
         advanced(
             io.Int.Input,
@@ -205,7 +204,15 @@ def _advanced_settings() -> list:
             round=False,
             tooltip="Pull towards the model without the LoRA; costs a forward pass where it is above 0.",
         ),
-        advanced(io.Int.Input, "updates", default=1, min=1, max=1024, tooltip="Optimizer steps a round."),
+        advanced(
+            io.Int.Input,
+            "updates",
+            default=1,
+            min=1,
+            max=1024,
+            tooltip="Optimizer steps a round. Each learns from its own share of the round's prompts, so that there are "
+            "at most prompts_per_iteration of them.",
+        ),
         advanced(
             io.Float.Input,
             "max_grad_norm",

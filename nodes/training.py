@@ -21,11 +21,12 @@ from ..sfgrpo.ema import EMA
 from ..sfgrpo.evaluate import Evaluation, evaluate
 from ..sfgrpo.export import fold
 from ..sfgrpo.loop import StepwiseGRPO
+from ..sfgrpo.lora import TARGETS, choose_targets
 from ..sfgrpo.pictures import tile
 from ..sfgrpo.prompts import Prompt, pick_prompts
 from ..sfgrpo.update import set_learning_rate
 from .comfy_model import ComfyPolicy, open_model
-from .comfy_patch import LoRA, make_lora
+from .comfy_patch import LoRA, lora_places, make_lora
 from .files import Checkpoints
 
 SHOWN = 16
@@ -98,6 +99,8 @@ class Training:
 
     model: Any
     vae: Any
+    lora: LoRA
+    """Of `training_lora`."""
     score: Callable
     prompts: Sequence[Prompt]
     positive: Sequence
@@ -109,7 +112,6 @@ class Training:
     settings: Settings
     checkpoints: Checkpoints
     watcher: Watcher
-    continue_from: dict[str, Tensor] | None = None
 
     rows: list[dict] = field(default_factory=list)
     evaluations: list[dict] = field(default_factory=list)
@@ -117,9 +119,8 @@ class Training:
     best: float = -math.inf
 
     def run(self) -> Trained:
-        """Train to the end. Whatever stops it, what was learned is in a file by then."""
-        settings = self.settings
-        lora = self._make_lora()
+        """Train to the end. Whatever stops it, the LoRA of the last whole iteration is in a file by then."""
+        settings, lora = self.settings, self.lora
         with open_model(
             self.model,
             positive=self.positive,
@@ -165,20 +166,15 @@ class Training:
                         end = self._evaluate(iteration + 1, policy, lora, ema)
             except BaseException:
                 # Cancel among others, which is no Exception.
-                if self.rows:
-                    self.watcher.text(f"stopped; the LoRA so far is in {self._save('last', lora, ema)}")
+                self.watcher.text(self._stopped())
                 raise
             state = self._state(lora, ema)
         return Trained(state, start, end, self.rows, self.evaluations, self.saved)
 
-    def _make_lora(self) -> LoRA:
-        settings = self.settings
-        rank, alpha = settings.rank, settings.alpha or settings.rank
-        device = self.model.load_device
-        lora = make_lora(self.model, settings.layers, rank, alpha, settings.seed, settings.adapter, device)
-        if self.continue_from is not None:
-            load_factors(lora, self.continue_from)
-        return lora
+    def _stopped(self) -> str:
+        if "last" not in self.saved:
+            return "stopped before the first iteration was done; there is no LoRA yet"
+        return f"stopped; the LoRA of iteration {len(self.rows)} is in {self.saved['last']}"
 
     def _on_progress(self, phase: str, done: int, total: int) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
@@ -199,6 +195,9 @@ class Training:
             first, last = (self.evaluations[i]["scores"]["total"] for i in (0, -1))
             parts.append(f"samples {first:.3f}" + (f" -> {last:.3f}" if len(self.evaluations) > 1 else ""))
         lines = [", ".join(parts)]
+        idle = sum(not (row["updates"] or row["updates_skipped"]) for row in self.rows)
+        if idle:
+            lines.append(f"{idle} of {len(self.rows)} iterations taught nothing: rewards of a prompt were equal")
         if "last" in self.saved:
             lines.append(f"saved: {self.saved['last']}")
         return "\n".join(lines)
@@ -254,17 +253,35 @@ class Training:
         return self.saved[kind]
 
 
+def training_lora(model, settings: Settings, continue_from: dict[str, Tensor] | None = None) -> LoRA:
+    """The LoRA to train on a MODEL: fresh, or with the tensors of a LoRA file.
+
+    Raises ValueError for a model without layers of the chosen kind, and for a file that does not fit.
+    """
+    rank, alpha = settings.rank, settings.alpha or settings.rank
+    lora = make_lora(model, settings.layers, rank, alpha, settings.seed, settings.adapter, model.load_device)
+    if continue_from is not None:
+        given = {_split(key)[0] for key in continue_from if not key.endswith(".alpha")}
+        if given != lora.factors().keys():
+            odd = sorted(given ^ lora.factors().keys())[0]
+            places = lora_places(model)
+            fitting = [choice for choice in TARGETS if set(choose_targets(places, choice)) == given]
+            do = f"set layers to {fitting[0]}" if fitting else "choose one that was trained on this model"
+            raise ValueError(
+                f"the LoRA to continue from is for other layers than layers = {settings.layers} (first difference: "
+                f"{odd}); {do}"
+            )
+        load_factors(lora, continue_from)
+    return lora
+
+
 def load_factors(lora: LoRA, state: dict[str, Tensor]) -> None:
-    """Copy the tensors of a LoRA file onto a LoRA.
+    """Copy the tensors of a LoRA file of the same layers onto a LoRA.
 
     Suffixes lora_A/lora_B and lora_down/lora_up are known, and `.alpha` where it is given. Raises ValueError for a file
-    of other layers or another rank.
+    of another rank.
     """
     wanted = lora.factors()
-    given = {_split(key)[0] for key in state if not key.endswith(".alpha")}
-    if given != wanted.keys():
-        odd = sorted(given ^ wanted.keys())[0]
-        raise ValueError(f"the LoRA to continue from is for other layers than `layers` names (first difference: {odd})")
     with torch.no_grad():
         for name, (a, b) in wanted.items():
             parts = {_split(key)[1]: value for key, value in state.items() if _split(key)[0] == name}

@@ -41,7 +41,7 @@ class Credit:
     valid: Tensor
     """(G, N, T) bool: False where a reward that the advantage needs was not finite."""
     alive: Tensor
-    """(G,) bool: False for a group without signal (all its advantages are 0)."""
+    """(G,) bool: False for a group without signal, whose advantages on the noisy steps are all 0."""
     dropped: int
     """Number of rewards that were NaN or infinite."""
     ema: Tensor | None = None
@@ -73,13 +73,15 @@ def assign_credit(
     method: str = "gain",
     *,
     steps: int | None = None,
+    noisy: Tensor | None = None,
     gae_lambda: float = 0.9,
     ema: Tensor | None = None,
     ema_decay: float = 0.9,
 ) -> Credit:
     """Advantages from rewards (G, N, T + 1) of all states.
 
-    `uniform` reads only the last, and takes (G, N, 1) and `steps` = T where no other was computed.
+    `uniform` reads only the last, and takes (G, N, 1) and `steps` = T where no other was computed. noisy: (T,) bool,
+    the steps that inject noise, which alone can be trained; None for all.
     gae_lambda in [0, 1] and ema_decay in [0, 1) belong to `gain_gae` and `gain_ema`; ema (T,) is the running mean
     that the iteration before returned. Raises ValueError for an unknown method or a group of one.
     """
@@ -114,11 +116,12 @@ def assign_credit(
         elif method == "gain_gae":
             values, valid = discounted_sums(gains, gae_lambda), _all_later(finite)
         advantages = normalise(values, valid, (1, 2), (1, 2), floor)
+    signal = advantages != 0 if noisy is None else (advantages != 0) & noisy
     return Credit(
         advantages=advantages.float(),
         gains=gains.float(),
         valid=valid,
-        alive=(advantages != 0).flatten(1).any(1),
+        alive=signal.flatten(1).any(1),
         dropped=dropped,
         ema=ema if method == "gain_ema" else None,
     )

@@ -14,8 +14,9 @@ from .kernels import Kernel
 from .noise import generator_for
 from .policy import Policy
 from .prompts import Prompt
-from .rewards import Scores
+from .rewards import ScoreFn
 from .rollout import rollout
+from .scoring import score_latents
 
 
 @dataclass
@@ -40,7 +41,7 @@ def eval_noise(text: str, seed: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=generator_for("eval", seed, text))
 
 
-def sample_images(
+def sample_latents(
     policy: Policy,
     prompts: Sequence[Prompt],
     index: Sequence[int],
@@ -49,29 +50,27 @@ def sample_images(
     sigmas: Tensor,
     latent_shape: tuple[int, ...],
     device: torch.device,
-    decode_batch: int | None = None,
-    on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """One ODE sample (B, 3, H, W) of prompts[index[i]] with seed seeds[i], for each i; by default decoded at once."""
+    """One finished ODE latent (B, ...) of prompts[index[i]] with seed seeds[i], for each i.
+
+    A grid that starts below 1 starts from noise scaled by sigmas[0], as in ComfyUI.
+    """
     x = torch.stack([eval_noise(prompts[i].text, j, latent_shape) for i, j in zip(index, seeds, strict=True)])
-    trajectory = rollout(
+    return rollout(
         policy.velocity,
-        x.to(device),
+        (x * sigmas[0]).to(device),
         sigmas,
         torch.tensor(list(index), device=device),
         kernel=Kernel(name="ode"),
         generators=[],
-        on_step=on_step,
-    )
-    parts = trajectory.final.split(decode_batch or len(trajectory.final))
-    return torch.cat([policy.decode(part).float().cpu() for part in parts])
+    ).final
 
 
 def evaluate(
     policy: Policy,
     prompts: Sequence[Prompt],
     index: Sequence[int],
-    score: Callable[[Tensor, Sequence[str], Sequence[dict]], Scores],
+    score: ScoreFn,
     *,
     sigmas: Tensor,
     latent_shape: tuple[int, ...],
@@ -84,7 +83,8 @@ def evaluate(
 ) -> Evaluation:
     """Score `images_per_prompt` samples of prompts[i] for i in index; image j of a prompt has seed j.
 
-    The samples of a prompt come batch by batch, all first images before all second ones.
+    The samples come batch by batch, all first images before all second ones; decode_batch of them (None: the whole
+    batch) are decoded and scored at once.
     """
     jobs = [(i, j) for j in range(images_per_prompt) for i in index]
     sums: dict[str, list[float]] = defaultdict(list)
@@ -93,7 +93,7 @@ def evaluate(
     for start in range(0, len(jobs), batch):
         on_progress(start, len(jobs))
         part = jobs[start : start + batch]
-        images = sample_images(
+        latents = sample_latents(
             policy,
             prompts,
             [i for i, _ in part],
@@ -101,17 +101,16 @@ def evaluate(
             sigmas=sigmas,
             latent_shape=latent_shape,
             device=device,
-            decode_batch=decode_batch,
         )
         rows = [prompts[i] for i, _ in part]
-        scores = score(images, [p.text for p in rows], [dict(p.metadata) for p in rows])
-        for name, values in {"total": scores.total, **scores.parts}.items():
-            for prompt, value in zip(rows, values.tolist(), strict=True):
-                tag = [f"{name}/{prompt.metadata['tag']}"] if "tag" in prompt.metadata else []
-                for key in (name, *tag):
-                    sums[key] += [value] if math.isfinite(value) else []
-        shown.extend(images[: max(0, grid - len(shown))])
-        totals.extend(scores.total.tolist())
+        for some, images, scores in score_latents(policy, score, latents, rows, decode_batch):
+            for name, values in {"total": scores.total, **scores.parts}.items():
+                for prompt, value in zip(rows[some], values.tolist(), strict=True):
+                    tag = [f"{name}/{prompt.metadata['tag']}"] if "tag" in prompt.metadata else []
+                    for key in (name, *tag):
+                        sums[key] += [value] if math.isfinite(value) else []
+            shown.extend(images[: max(0, grid - len(shown))].cpu())
+            totals.extend(scores.total.tolist())
     return Evaluation(
         scores={name: sum(v) / len(v) if v else math.nan for name, v in sums.items()},
         counts={name: len(v) for name, v in sums.items()},

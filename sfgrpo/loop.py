@@ -22,16 +22,15 @@ from .credit import Credit, assign_credit
 from .metrics import brightness, diversity, sharpness
 from .policy import Policy
 from .prompts import Prompt
-from .rewards import Scores
-from .rollout import Trajectory, batches, rollout
+from .rewards import ScoreFn, Scores
+from .rollout import Trajectory, rollout
 from .schedule import check_sigmas
+from .scoring import join_scores, score_latents
 from .tweedie import estimates
 from .update import update
 
 PHASES = ("sample", "estimate", "score", "update")
 
-
-ScoreFn = Callable[[Tensor, Sequence[str], Sequence[dict]], Scores]
 OnProgress = Callable[[str, int, int], None]
 """on_progress(phase, done, total) within each phase; may raise to stop."""
 
@@ -111,6 +110,7 @@ class StepwiseGRPO:
             rewards,
             config.credit,
             steps=trajectory.steps,
+            noisy=trajectory.stds > 0,
             gae_lambda=config.gae_lambda,
             ema=self.ema,
             ema_decay=config.ema_decay,
@@ -135,13 +135,18 @@ class StepwiseGRPO:
         return Iteration(trajectory, rewards, credit, images, metrics)
 
     def sample(self, iteration: int, index: Sequence[int]) -> tuple[Trajectory, Tensor]:
-        """Roll out one group for each prompt index; returns the G * N trajectories and their `cond`."""
+        """Roll out one group for each prompt index; returns the G * N trajectories and their `cond`.
+
+        A grid that starts below 1 starts from noise scaled by sigmas[0], as in ComfyUI.
+        """
         size = self.config.group_size
         cond = torch.tensor(list(index), device=self.device).repeat_interleave(size)
         steps = len(self.sigmas) - 1
         trajectory = rollout(
             self.policy.velocity,
-            noise.initial_noise(self.seed, iteration, index, size, self.latent_shape).to(self.device),
+            (noise.initial_noise(self.seed, iteration, index, size, self.latent_shape) * self.sigmas[0]).to(
+                self.device
+            ),
             self.sigmas,
             cond,
             kernel=self.config.kernel,
@@ -178,18 +183,15 @@ class StepwiseGRPO:
             on_batch=on_batch,
         )
 
-    @torch.no_grad()
     def _score(self, latents: Tensor, finished: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Scores]:
-        """Decode and score in chunks; returns the images of the `finished` (M,) latents, and the scores of all."""
+        """Returns the images of the `finished` (M,) latents, and the scores of all."""
         images, scores = [], []
-        for part in batches(len(latents), self.config.decode_batch):
-            self.on_progress("score", part.start, len(latents))
-            image = self.policy.decode(latents[part]).float().clamp(0, 1)
-            rows = prompts[part]
-            scores.append(self.score(image, [p.text for p in rows], [dict(p.metadata) for p in rows]))
+        self.on_progress("score", 0, len(latents))
+        for part, image, score in score_latents(self.policy, self.score, latents, prompts, self.config.decode_batch):
+            scores.append(score)
             images.append(image[finished[part].to(image.device)].cpu())
-        parts = {name: torch.cat([s.parts[name] for s in scores]) for name in scores[0].parts}
-        return torch.cat(images), Scores(torch.cat([s.total for s in scores]), parts)
+            self.on_progress("score", part.stop, len(latents))
+        return torch.cat(images), join_scores(scores)
 
     def _metrics(self, rewards: Tensor, scores: Scores, states, credit: Credit, images: Tensor) -> dict:
         """Metrics of the rollout: rewards, gains and how the images look."""

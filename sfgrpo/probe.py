@@ -17,9 +17,10 @@ from .credit import step_gains
 from .kernels import Kernel
 from .policy import Policy
 from .prompts import Prompt
-from .rewards import Scores
-from .rollout import DistinctStates, Trajectory, batches, rollout, shared_states
+from .rewards import ScoreFn
+from .rollout import DistinctStates, Trajectory, rollout, shared_states
 from .schedule import check_sigmas
+from .scoring import join_scores, score_latents
 from .tweedie import estimates
 
 
@@ -41,7 +42,7 @@ class Probe:
 
 def probe(
     policy: Policy,
-    score: Callable[[Tensor, Sequence[str], Sequence[dict]], Scores],
+    score: ScoreFn,
     prompts: Sequence[Prompt],
     *,
     sigmas: Tensor,
@@ -89,19 +90,18 @@ def probe(
     latents, states = estimates(
         policy.velocity, trajectory, cond, substeps=substeps, micro_batch=batch, on_batch=lambda n: count(n)
     )
-    scores = []
-    for part in batches(len(latents), batch):
+    asked = [prompts[r // members] for r in states.row.tolist()]
+    scored = []
+    for part, images, scores in score_latents(policy, score, latents, asked, batch):
         count(part.stop - part.start)
-        with torch.no_grad():
-            images = policy.decode(latents[part]).float().clamp(0, 1)
-            asked = [prompts[r // members] for r in states.row[part].tolist()]
-            scores.append(score(images, [p.text for p in asked], [dict(p.metadata) for p in asked]))
-        on_images(states, part, images, scores[-1].total)
+        scored.append(scores)
+        on_images(states, part, images, scores.total)
     on_progress(total, total)
 
-    def by_state(values: list[Tensor]) -> Tensor:
-        return torch.cat(values)[states.index].view(len(prompts), members, -1)
+    def by_state(values: Tensor) -> Tensor:
+        return values[states.index].view(len(prompts), members, -1)
 
-    rewards = by_state([s.total for s in scores])
-    parts = {name: by_state([s.parts[name] for s in scores]) for name in scores[0].parts}
+    joined = join_scores(scored)
+    rewards = by_state(joined.total)
+    parts = {name: by_state(values) for name, values in joined.parts.items()}
     return Probe(trajectory, states, rewards, parts, step_gains(rewards))

@@ -170,6 +170,9 @@ def window_mask(steps: int, start: int = 0, stop: int | None = None) -> Tensor:
     """
     stop = steps if stop is None else stop
     if not 0 <= start < stop <= steps:
-        raise ValueError(f"stochastic window {start}..{stop} is empty or outside the {steps} steps")
+        raise ValueError(
+            f"the stochastic window must start before it ends and end by the last step: its start is {start}, its end "
+            f"{stop}, and there are {steps} steps"
+        )
     index = torch.arange(steps)
     return (index >= start) & (index < stop)

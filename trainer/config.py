@@ -231,6 +231,12 @@ class RunConfig:
                 get_reward(name)
                 if not math.isfinite(weight):
                     raise ValueError(f"the weight of {table}.{name} must be finite")
+        updates, prompts = self.grpo.updates, self.prompts.per_iteration
+        if updates > prompts:
+            raise ValueError(
+                f"grpo.updates {updates} is more than prompts.per_iteration {prompts}, but each update takes its own "
+                "share of the prompts; lower one or raise the other"
+            )
         # Any grid from 1 to 0 tells whether the window lies in it and injects noise.
         self.grpo.check_windows(torch.linspace(1, 0, self.sampling.steps + 1))
 

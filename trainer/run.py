@@ -300,6 +300,8 @@ class Run:
                         "with grpo.updates = 1 the ratio is always 1 and nothing is clipped; rollout and update agree "
                         f"to {done.metrics['ratio/rounding']:.1e} in log-probability"
                     )
+                if not (done.metrics["updates"] or done.metrics["updates_skipped"]):
+                    bar.write(f"warning: iteration {iteration} taught nothing: rewards of a prompt were equal")
                 rounding, clip = done.metrics["ratio/rounding"], config.grpo.clip_range
                 if config.grpo.updates > 1 and rounding > clip / 2:
                     bar.write(

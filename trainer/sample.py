@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     check_writable(args.out)
     device = pick_device(args.device)
     quiet()
-    from sfgrpo.evaluate import sample_images
+    from sfgrpo.evaluate import sample_latents
     from sfgrpo.pictures import tile
 
     from .policy import LoRAPolicy, encode_prompts, load_lora
@@ -84,15 +84,17 @@ def main(arguments: list[str]) -> int:
     jobs = [(i, seed) for i in range(len(prompts)) for seed in range(args.seeds)]
     images = torch.cat(
         [
-            sample_images(
-                policy,
-                prompts,
-                [i for i, _ in jobs[start : start + args.batch]],
-                [seed for _, seed in jobs[start : start + args.batch]],
-                sigmas=family.sigmas(args.steps, height, width),
-                latent_shape=shape,
-                device=device,
-            )
+            policy.decode(
+                sample_latents(
+                    policy,
+                    prompts,
+                    [i for i, _ in jobs[start : start + args.batch]],
+                    [seed for _, seed in jobs[start : start + args.batch]],
+                    sigmas=family.sigmas(args.steps, height, width),
+                    latent_shape=shape,
+                    device=device,
+                )
+            ).cpu()
             for start in range(0, len(jobs), args.batch)
         ]
     )

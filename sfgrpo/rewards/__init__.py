@@ -43,6 +43,10 @@ class Scores:
     """Name -> (B,) float32: each reward by itself, without its weight."""
 
 
+ScoreFn = Callable[[Tensor, Sequence[str], Sequence[Mapping]], Scores]
+"""score(images, prompts, metadata) -> Scores, as `combine` and `mix` make one."""
+
+
 @dataclass(frozen=True)
 class Term:
     """One reward of a weighted sum."""
@@ -69,7 +73,7 @@ def number_names(terms: Sequence[Term]) -> list[Term]:
     return out
 
 
-def combine(terms: Sequence[Term]) -> Callable[[Tensor, Sequence[str], Sequence[Mapping]], Scores]:
+def combine(terms: Sequence[Term]) -> ScoreFn:
     """A function (images, prompts, metadata) -> Scores over any rewards; each keeps its own scores as a part.
 
     Raises ValueError for no term, or for two of one name (`number_names` tells them apart).
@@ -88,7 +92,7 @@ def combine(terms: Sequence[Term]) -> Callable[[Tensor, Sequence[str], Sequence[
     return score
 
 
-def mix(weights: Mapping[str, float]) -> Callable[[Tensor, Sequence[str], Sequence[Mapping]], Scores]:
+def mix(weights: Mapping[str, float]) -> ScoreFn:
     """`combine` over the named rewards.
 
     weights: name -> weight. Raises ValueError for an unknown name or an empty mapping.
@@ -97,7 +101,7 @@ def mix(weights: Mapping[str, float]) -> Callable[[Tensor, Sequence[str], Sequen
 
 
 def check_prompts(
-    score: Callable[[Tensor, Sequence[str], Sequence[Mapping]], Scores],
+    score: ScoreFn,
     prompts: Sequence[Prompt],
     size: tuple[int, int],
     on_prompt: Callable[[], None] = lambda: None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from itertools import combinations
 
@@ -220,8 +221,8 @@ def test_cancel(frontend, server):
     frontend.page.get_by_role("button", name="Cancel current run").first.click()
     kind, details = frontend.wait_for_end()
     assert kind == "execution_interrupted" and details["node_type"] == "SFGRPO_TrainLoRA"
-    text = "stopped; the LoRA so far is in output/loras/stopped_00001_last.safetensors"
-    frontend.settle(lambda: frontend.node("SFGRPO_TrainLoRA")["text"] == text)
+    words = r"stopped; the LoRA of iteration \d+ is in output/loras/stopped_00001_last.safetensors"
+    frontend.settle(lambda: re.fullmatch(words, frontend.node(TRAIN)["text"]))
     assert (server.output / "loras" / "stopped_00001_last.safetensors").is_file()
     frontend.set(TRAIN, **QUICK | {"iterations": 1, "name": "after"})
     assert frontend.run()[0] == "execution_success"

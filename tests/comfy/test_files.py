@@ -143,7 +143,9 @@ SETTINGS = {
     "size": ({"width": 30}, "width and height must be multiples of 4 with this VAE, got 30 x 32"),
     "no prompts": ({"prompts": " \n"}, "write at least one prompt, one a line, or choose a prompt_file"),
     "no noise": ({"eta": 0.0}, "kernel must be stochastic: ode or eta 0 leaves nothing to train on"),
-    "window": ({"window_start": 3, "window_end": 2}, "window"),
+    "window": ({"window_start": 3, "window_end": 2}, "its start is 3, its end 2, and there are 4 steps"),
+    "window after the end": ({"window_start": 12}, "its start is 12, its end 4, and there are 4 steps"),
+    "updates": ({"updates": 3}, "updates 3 is more than prompts_per_iteration 2"),
     "window size": ({"window_size": 5}, "window_size 5 is more than the 4 steps of the window"),
     "no clip": ({"clip": None}, "connect a CLIP, or ready CONDITIONING in its place"),
 }
@@ -154,6 +156,25 @@ def test_settings(server, graph, case):
     settings, expected = case
     graph.train(**settings)
     assert expected in refused(server, graph)
+
+
+def test_a_vae_of_other_latents(server, graph):
+    graph.train(vae=graph.add("pixels", "VAELoader", vae_name="pixel_space"))
+    expected = (
+        "this VAE decodes latents of 3 channels, and those of this MODEL (SD3) have 16; connect the VAE that belongs"
+    )
+    assert refused(server, graph).startswith(expected)
+
+
+def test_a_lora_of_other_layers(server, graph):
+    graph.train(layers="attention", iterations=1, name="layers")
+    save_file(graph.run().lora(), server.base / "models" / "loras" / "attention.safetensors")
+    again = Graph(server)
+    # Without a CLIP: it is found before prompts are encoded.
+    again.train(layers="all", continue_from="attention.safetensors", clip=None)
+    words = refused(server, again)
+    assert words.startswith("the LoRA to continue from is for other layers than layers = all (first difference: transf")
+    assert words.endswith("; set layers to attention")
 
 
 def test_text_and_file(server, graph):

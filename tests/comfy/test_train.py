@@ -229,8 +229,8 @@ def test_continue_from_goes_on_from_the_file(server, graph, smooth):
         ({"rank": 8}, "the LoRA to continue from has rank 4; set rank to 4"),
         (
             {"layers": "all"},
-            "the LoRA to continue from is for other layers than `layers` names (first difference: "
-            "transformer.context_embedder)",
+            "the LoRA to continue from is for other layers than layers = all (first difference: "
+            "transformer.context_embedder); set layers to attention",
         ),
     ),
 )

@@ -96,7 +96,6 @@ MOMENTS = {
     "second score": (["^iteration 2 of 2: score"], "iteration 2 of 2: score"),
     "second backward": (["^iteration 2 of 2: update [345]"], "iteration 2 of 2: update"),
     "saving": (["^saving"], "saving"),
-    "again while saving": (["^iteration 2 of 2: update [345]", "^saving"], "saving"),
 }
 """Name of a moment -> (texts at which Cancel is pressed, what is shown last before the stop)."""
 
@@ -112,17 +111,18 @@ def test_cancel(server, before, moment):
     outcome = server.watch(graph.nodes, cancel)
     assert outcome.status == "interrupted"
     assert not cancel.at
-    *shown, end = cancel.texts if cancel.texts[-1].startswith("stopped") else [*cancel.texts, ""]
+    *shown, end = cancel.texts if moment != "encoding" else [*cancel.texts, ""]
     assert shown[-1].startswith(last)
 
     file = server.output / "loras" / f"{name}_00001_last.safetensors"
     one_done = any("iteration 2 of 2" in text or "after iteration 1" in text for text in cancel.texts)
     if one_done or "saving" in moment:
-        assert end == f"stopped; the LoRA so far is in output/loras/{file.name}"
+        assert end == f"stopped; the LoRA of iteration 1 is in output/loras/{file.name}"
         lora = load_file(file)
         assert lora.keys() == before.first.keys()
         assert all(torch.equal(lora[key], before.first[key]) for key in lora)
     else:
+        assert end in ("", "stopped before the first iteration was done; there is no LoRA yet")
         assert not list(file.parent.glob(f"{name}*"))
     assert not list(server.output.rglob("*.part"))
     check_after(server, before)
@@ -180,8 +180,13 @@ QUICK = {"name": "failed", "decode_batch": 64, "rollout_batch": 64, "eval_prompt
 def test_error(server, before, kind, at, learned):
     saved = set((server.output / "loras").glob("failed_*"))
     graph = Graph(server)
-    words = fails(graph, kind, at)
-    assert graph.error().startswith(words)
+    words, shown = fails(graph, kind, at), []
+    outcome = server.watch(graph.nodes, shown.append)
+    assert outcome.status == "error" and outcome.error.startswith(words)
+    saved_at = "stopped; the LoRA of iteration 1 is in output/loras/failed_"
+    assert shown[-1].startswith(
+        saved_at if learned else "stopped before the first iteration was done; there is no LoRA yet"
+    )
     new = set((server.output / "loras").glob("failed_*")) - saved
     # The best so far is saved too where it is better than the start.
     kinds = {file.name.split("_")[-1] for file in new} - {"best.safetensors"}

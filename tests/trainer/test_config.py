@@ -223,6 +223,7 @@ WRONG = {
     "clip range": (["--grpo.clip-range", "0"], "grpo: clip_range must be above 0"),
     "kl weight": (["--grpo.kl-weight", "-1"], "grpo: kl_weight must be 0 or more"),
     "updates": (["--grpo.updates", "0"], "grpo: updates must be 1 or more"),
+    "many updates": (["--grpo.updates", "9"], "grpo.updates 9 is more than prompts.per_iteration"),
     "batch": (["--grpo.update-batch", "0"], "grpo: update_batch must be 1 or more"),
     "lambda": (["--grpo.gae-lambda", "1.5"], "grpo: gae_lambda must be from 0 to 1"),
     "grad norm": (["--grpo.max-grad-norm", "0"], "grpo: max_grad_norm must be above 0"),

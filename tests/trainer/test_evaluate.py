@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from sfgrpo.evaluate import eval_noise, evaluate, sample_images
+from sfgrpo.evaluate import eval_noise, evaluate, sample_latents
 from sfgrpo.prompts import Prompt
 from sfgrpo.rewards import Scores, mix
 from sfgrpo_trainer.families import load_family
@@ -38,7 +38,7 @@ def red_and_dark(images, prompts, metadata) -> Scores:
     return Scores(2 * red - dark, {"red": red, "dark": dark})
 
 
-def run(policy, score=red_and_dark, batch=32, grid=6, images_per_prompt=IMAGES):
+def run(policy, score=red_and_dark, batch=32, grid=6, images_per_prompt=IMAGES, **options):
     family = policy.family
     return evaluate(
         policy,
@@ -51,6 +51,7 @@ def run(policy, score=red_and_dark, batch=32, grid=6, images_per_prompt=IMAGES):
         grid=grid,
         batch=batch,
         device=CPU,
+        **options,
     )
 
 
@@ -142,19 +143,36 @@ def test_noise_depends_on_text_and_seed_alone(policy):
         for other in noises[:i]:
             assert abs((one * other).mean()) < 0.15  # independent: 1 / sqrt(1024) is a standard deviation
     grid = {"sigmas": policy.family.sigmas(STEPS, 32, 32), "latent_shape": shape, "device": CPU}
-    alone = sample_images(policy, PROMPTS, [2], [1], **grid)
-    among = sample_images(policy, PROMPTS, [4, 2, 1], [0, 1, 1], **grid)
+    alone = sample_latents(policy, PROMPTS, [2], [1], **grid)
+    among = sample_latents(policy, PROMPTS, [4, 2, 1], [0, 1, 1], **grid)
     torch.testing.assert_close(alone[0], among[1], rtol=0, atol=1e-5)
 
 
-def test_samples_are_decoded_in_parts(policy, monkeypatch):
-    grid = {"sigmas": policy.family.sigmas(STEPS, 32, 32), "latent_shape": (16, 8, 8), "device": CPU}
-    among = sample_images(policy, PROMPTS, [4, 2, 1], [0, 1, 1], **grid)
-    sizes, decode = [], policy.decode
-    monkeypatch.setattr(policy, "decode", lambda latents: sizes.append(len(latents)) or decode(latents))
-    parts = sample_images(policy, PROMPTS, [4, 2, 1], [0, 1, 1], **grid, decode_batch=2)
-    torch.testing.assert_close(parts, among, rtol=0, atol=1e-5)
-    assert sizes == [2, 1]
+def test_samples_are_decoded_and_scored_in_parts(policy, monkeypatch):
+    whole = run(policy, batch=5)
+    decoded, scored, decode = [], [], policy.decode
+    monkeypatch.setattr(policy, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
+
+    def score(images, prompts, metadata) -> Scores:
+        scored.append((len(images), len(prompts), len(metadata)))
+        return red_and_dark(images, prompts, metadata)
+
+    parts = run(policy, score, batch=5, decode_batch=2)
+    assert decoded == [2, 2, 1, 2, 1] and scored == [(n, n, n) for n in decoded]
+    assert parts.scores == pytest.approx(whole.scores, abs=1e-5) and parts.counts == whole.counts
+    assert parts.captions == whole.captions and parts.rewards == pytest.approx(whole.rewards, abs=1e-5)
+    torch.testing.assert_close(parts.images, whole.images, rtol=0, atol=1e-5)
+
+
+def test_a_grid_below_1_starts_from_less_noise(policy):
+    """As ComfyUI has it for an empty latent: (1 - t) 0 + t noise; here two Euler steps by hand."""
+    sigmas, text = torch.tensor([0.5, 0.2, 0.0]), PROMPTS[2].text
+    (found,) = sample_latents(policy, PROMPTS, [2], [3], sigmas=sigmas, latent_shape=(16, 8, 8), device=CPU)
+    x, cond = 0.5 * eval_noise(text, 3, (16, 8, 8)).unsqueeze(0), torch.tensor([2])
+    with torch.no_grad():
+        for t, s in ((0.5, 0.2), (0.2, 0.0)):
+            x = x + (s - t) * policy.velocity(x, torch.tensor([t]), cond)
+    torch.testing.assert_close(found, x[0], rtol=0, atol=1e-5)
 
 
 def test_progress_is_told(policy):

@@ -143,6 +143,20 @@ def test_equal_rewards_get_exactly_0(method, value):
     assert credit.alive.tolist() == [False, False]
 
 
+@pytest.mark.parametrize("method", CREDITS)
+def test_a_group_lives_by_its_noisy_steps(method):
+    rewards = torch.zeros(2, 3, 5)
+    rewards[0, :, 4] = torch.arange(3.0)  # gains differ at the last step alone
+    rewards[1, :, 2:] = torch.arange(3.0).view(3, 1)  # at step 1
+    noisy = torch.tensor([False, True, False, False])
+    # Each of these reads other steps than its own.
+    wide = {"uniform", "gain", "gain_ema", "gain_gae"}
+    assert assign_credit(rewards, method, noisy=noisy).alive.tolist() == [method in wide, True]
+    assert assign_credit(rewards, method).alive.tolist() == [True, True]
+    whole, part = (assign_credit(rewards, method, noisy=n).advantages for n in (None, noisy))
+    assert torch.equal(whole, part)
+
+
 def test_finals_that_differ_by_rounding_only_are_no_signal():
     spread = torch.randn(1, 4, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     spread = (spread - spread.mean()) / spread.std(correction=0)

@@ -391,6 +391,42 @@ def test_gradients_are_scaled_down_to_the_norm():
     assert result.metrics["grad_norm"] == pytest.approx(3 * bound, rel=1e-5)
 
 
+@pytest.mark.parametrize("kl_weight", (0.0, 5.0))
+def test_signal_on_steps_without_noise_alone_is_none(kl_weight):
+    """Rewards differ between finished images alone, and the step that makes them is not stochastic."""
+
+    def late(images, prompts, metadata):
+        total = torch.zeros(len(images))
+        total[-8:] = torch.arange(8.0)
+        return Scores(total, {})
+
+    settings = {"score_fn": late, "credit": "gain_centred", "decode_batch": 1000, "kl_weight": kl_weight}
+    policy = TinyPolicy(0.3)
+    before = policy.flat()
+    _, result, _ = trained((0, 1), policy=policy, window_stop=2, **settings)
+    assert bool((result.credit.advantages[..., 3] != 0).any())
+    assert result.metrics["dead_groups"] == 2 and result.metrics["updates"] == 0
+    assert torch.equal(policy.flat(), before)
+
+
+def test_a_grid_below_1_starts_from_less_noise():
+    """x_t = (1 - t) 0 + t noise, as ComfyUI has it for an empty latent."""
+    policy, sigmas = TinyPolicy(), torch.tensor([0.6, 0.3, 0.0])
+    loop = StepwiseGRPO(
+        policy,
+        score,
+        torch.optim.SGD(policy.trainable_parameters(), lr=1.0),
+        sigmas=sigmas,
+        latent_shape=SHAPE,
+        config=GRPOConfig(group_size=SIZE),
+        seed=5,
+    )
+    result = loop.iterate(2, PROMPTS, [0, 1])
+    noises = [torch.randn(SHAPE, generator=generator_for(5, 2, i, 0, "x1")) for i in (0, 1)]
+    noise = torch.stack(noises).repeat_interleave(SIZE, 0)
+    torch.testing.assert_close(result.trajectory.latents[:, 0], 0.6 * noise)
+
+
 # ----- phases
 
 
@@ -554,7 +590,7 @@ def test_iterations_raise_an_easy_reward(credit, kernel):
 
 
 def test_windows_without_noise_are_rejected():
-    with pytest.raises(ValueError, match="window 3..5 is empty or outside the 4 steps"):
+    with pytest.raises(ValueError, match="its start is 3, its end 5, and there are 4 steps"):
         trained(window_start=3, window_stop=5)
     # The first step of as_printed and the last of every kernel are quiet.
     for settings in ({"window_stop": 1, "kernel": Kernel(schedule="as_printed")}, {"window_start": 3}):
@@ -577,7 +613,7 @@ def test_a_window_of_a_size_is_drawn_anew_for_each_iteration():
     "settings, message",
     (
         ({"window_size": 4, "window_stop": 3}, "window_size 4 is more than the 3 steps of the window; lower it"),
-        ({"window_start": 3, "window_stop": 3}, "window 3..3 is empty"),
+        ({"window_start": 3, "window_stop": 3}, "its start is 3, its end 3, and there are 4 steps"),
         ({"window_start": 3}, "no step of the window injects noise"),
     ),
 )
