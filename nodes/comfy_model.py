@@ -55,9 +55,11 @@ def latent_shape(model, vae, width: int, height: int) -> tuple[int, ...]:
     Raises ValueError for a VAE of another kind of latent, and for a size that the VAE cannot make.
     """
     form = model.get_model_object("latent_format")
-    if vae.latent_channels != form.latent_channels:
+    # VAEs of other packs need not tell.
+    channels = getattr(vae, "latent_channels", form.latent_channels)
+    if channels != form.latent_channels:
         raise ValueError(
-            f"this VAE decodes latents of {vae.latent_channels} channels, and those of this MODEL "
+            f"this VAE decodes latents of {channels} channels, and those of this MODEL "
             f"({type(model.model).__name__}) have {form.latent_channels}; connect the VAE that belongs to the model"
         )
     unit = int(vae.spacial_compression_encode())

@@ -222,7 +222,7 @@ def test_cancel(frontend, server):
     kind, details = frontend.wait_for_end()
     assert kind == "execution_interrupted" and details["node_type"] == "SFGRPO_TrainLoRA"
     words = r"stopped; the LoRA of iteration \d+ is in output/loras/stopped_00001_last.safetensors"
-    frontend.settle(lambda: re.fullmatch(words, frontend.node(TRAIN)["text"]))
+    frontend.settle(lambda: re.fullmatch(words, frontend.node("SFGRPO_TrainLoRA")["text"]))
     assert (server.output / "loras" / "stopped_00001_last.safetensors").is_file()
     frontend.set(TRAIN, **QUICK | {"iterations": 1, "name": "after"})
     assert frontend.run()[0] == "execution_success"
