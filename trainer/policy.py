@@ -62,10 +62,10 @@ class LoRAPolicy:
             x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
         tensors = c.encoded.rows(rows, device, self.dtype)
         with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-            v = self.family.velocity(x.to(self.dtype), sigma, tensors)
+            v = self.family.velocity(x, sigma, tensors)
         if self.guidance > 1:
             negative, positive = v.float().chunk(2)
-            v = negative + self.guidance * (positive - negative)
+            v = self.family.guide(negative, positive, self.guidance)
         return v
 
     def reference_velocity(self, x: Tensor, sigma: Tensor, cond: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class Checks:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "lora.safetensors"
             save_lora(lora_state(self.family), path, {"format": "pt"})
-            other = load_family(self.model, self.dtype, self.device, encoders=False)
+            other = load_family(self.model, self.dtype, self.device, "denoiser")
             other.pipeline.load_lora_weights(folder, weight_name=path.name)
         mine, self.policy.family = self.policy.family, other
         try:

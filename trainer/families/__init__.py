@@ -2,88 +2,27 @@
 
 A family knows how its pipeline is loaded, how prompts are encoded, which times and latent shape belong to a
 resolution, what the transformer takes, how latents are decoded, which modules carry a LoRA and how a LoRA file names
-them. Nothing of a family stands elsewhere: a new one is a file here and a row in FAMILIES.
+them (`base.Family`). Nothing of a family stands elsewhere: a new one is a file here and a row in FAMILIES.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..errors import UserError
+from .base import QUANTISATIONS, Encoded, Family, LoadOptions
 
+__all__ = ["FAMILIES", "QUANTISATIONS", "Encoded", "Family", "LoadOptions"]
 
-@dataclass
-class Encoded:
-    """Conditioning of P texts, row by row; every tensor has P rows."""
-
-    tensors: dict[str, Tensor]
-
-    def rows(self, index: Tensor, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The rows of `index` (B,), on the device in the dtype."""
-        return {k: v[index.to(v.device)].to(device, dtype) for k, v in self.tensors.items()}
-
-
-def room_for(rows: int, part: Tensor) -> Tensor:
-    """An empty CPU tensor of `rows` rows like those of `part`. Raises UserError where memory has no room for it."""
-    import psutil
-
-    size, free = rows * part[0].numel() * part.element_size(), psutil.virtual_memory().available
-    if size > 0.8 * free:
-        raise UserError(
-            f"the embeddings of {rows} prompts need {size / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; "
-            "use fewer prompts or iterations, or a smaller model.max_sequence_length"
-        )
-    return torch.empty(rows, *part.shape[1:], dtype=part.dtype)
-
-
-class Family(Protocol):
-    """A loaded model of one family."""
-
-    pipeline: Any
-    """The diffusers pipeline."""
-    transformer: nn.Module
-    """The denoiser; carries the LoRA."""
-    native_size: tuple[int, int]
-    """Height and width in pixels that the model was made for."""
-
-    def encode(self, texts: list[str]) -> Encoded:
-        """Conditioning of texts; needs the encoders."""
-        ...
-
-    def free_encoders(self) -> None:
-        """Drop the text encoders."""
-        ...
-
-    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        """The family's own time grid, (steps + 1,) float32 down to 0."""
-        ...
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one latent. Raises UserError for a size that the model cannot make."""
-        ...
-
-    def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
-        """Velocity of latents x (B, ...) at sigma (B,), without guidance."""
-        ...
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Images (B, 3, H, W) in [0, 1]."""
-        ...
-
-    def targets(self, choice: str) -> list[str]:
-        """Names of the linear modules of `attention`, `attention_mlp` or `all` that carry a LoRA."""
-        ...
-
-    def export_name(self, module: str) -> str:
-        """Name of a module in a LoRA file."""
-        ...
+FAMILIES = {
+    "StableDiffusion3Pipeline": ("sd3", "SD3"),
+}
+"""Pipeline class -> module of this package and class in it, imported when needed."""
 
 
 def pipeline_class_of(path: str) -> str:
@@ -123,10 +62,6 @@ def read_json(path: str, file: str) -> dict[str, Any]:
     return data
 
 
-FAMILIES = {"StableDiffusion3Pipeline": ("sd3", "SD3")}
-"""Pipeline class -> module of this package and class in it, imported when needed."""
-
-
 def family_of(path: str) -> tuple[str, str]:
     """Entry of FAMILIES for a model. Raises UserError, before any weight is loaded, for a model of none of them."""
     name = pipeline_class_of(path)
@@ -138,26 +73,35 @@ def family_of(path: str) -> tuple[str, str]:
     return FAMILIES[name]
 
 
-def family_class(path: str) -> Any:
+def family_class(path: str) -> type[Family]:
     """The class of a model's family; importing it loads no weights and no diffusers."""
     module, name = family_of(path)
     return getattr(import_module(f".{module}", __name__), name)
 
 
-def load_family(path: str, dtype: torch.dtype, device: torch.device, **options: Any) -> Family:
-    """Load a model by path or hub id, frozen. Raises UserError for a model that is not of a supported family."""
+def load_family(path: str, dtype: torch.dtype, device: torch.device, parts: str = "all", **options: Any) -> Family:
+    """Load a model by path or hub id, frozen; parts and options as in base.Family.load and base.LoadOptions.
+
+    Raises UserError for a model that is not of a supported family.
+    """
     family = family_class(path)
     try:
-        return family.load(path, dtype, device, **options)
+        return family.load(path, LoadOptions(dtype=dtype, device=device, **options), parts)
     except (OSError, ValueError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(f"model {path} cannot be loaded: {reason}") from None
 
 
-def check_size(path: str, height: int | None, width: int | None) -> None:
-    """Raise UserError, before any weight is loaded, for a size in pixels that the model cannot make; None: its own."""
+def check_size(path: str, height: int | None, width: int | None, frames: int = 1) -> tuple[int, ...]:
+    """The latent shape of a size in pixels, None being the model's own, before any weight is loaded.
+
+    Raises UserError for a size that the model cannot make.
+    """
     transformer, vae = (read_json(path, f"{part}/config.json") for part in ("transformer", "vae"))
+    family = family_class(path)
     try:
-        family_class(path).shape_for(transformer, vae, height, width)
+        own = family.size_for(transformer, vae)
+        height, width = (mine if given is None else given for given, mine in zip((height, width), own, strict=True))
+        return family.shape_for(transformer, vae, height, width, frames)
     except KeyError as error:
         raise UserError(f"a config.json of model {path} lacks the field {error}; the model folder is damaged") from None
