@@ -14,7 +14,7 @@ WORDS = ("a circle", "two red circles", "a blue square", "a circle and a square"
 """What the tests write in prompts; the tokenizers need to know no other words."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SmallModel:
     """How a family's small model is made, and how others run it."""
 
@@ -24,6 +24,8 @@ class SmallModel:
     """stock(pipeline, prompts, negatives, noise (B, *latent shape), steps, guidance) -> the finished latents, in our
     latent shape, that the stock diffusers pipeline gives when it starts from that noise. guidance: classifier-free,
     in our convention (1 is off)."""
+    stock_images: Callable[[Any, list[str], list[str], Tensor, int, float], Tensor]
+    """As `stock`, the images (B, 3, H, W) in [0, 1]; of a video the middle frame."""
     native: Callable[[dict[str, Tensor], Mapping[str, Any]], dict[str, Tensor]]
     """native(state, config) -> the transformer's weights by the names that ComfyUI's own files have."""
     comfy_inputs: Callable[[dict[str, Tensor], Mapping[str, Any]], dict[str, Tensor]]
@@ -48,6 +50,7 @@ class SmallModel:
 
 
 SMALL_MODELS = ("sd3", "flux", "flux2", "flux2_klein", "qwen_image", "z_image", "wan")
+SMALL_MODELS = tuple(n for n in SMALL_MODELS if Path(__file__).with_name(f"{n}.py").is_file())  # while they are written
 
 
 def small_model(name: str) -> SmallModel:
