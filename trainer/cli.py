@@ -14,6 +14,7 @@ USAGE = """usage: sfgrpo COMMAND ...
 
   sfgrpo demo [--out DIR]                  train the embedded model on counting, on a CPU, in about five minutes
   sfgrpo train RUN.toml [--out DIR] [...]  train by a run file; `sfgrpo train --help` lists all settings
+  sfgrpo train RUN.toml --dry-run          what would be loaded and done, and the memory it needs
   sfgrpo sample --model M [...]            make images, with or without a LoRA; `sfgrpo sample --help`
   sfgrpo selftest [--model M]              check the mathematics on this machine, green or red
   sfgrpo --version
@@ -64,7 +65,7 @@ def _take_out(arguments: list[str], default: Path) -> tuple[Path, list[str]]:
 
 
 def train(arguments: list[str]) -> int:
-    """`sfgrpo train RUN.toml [--out DIR] [--section.setting VALUE ...]`."""
+    """`sfgrpo train RUN.toml [--out DIR] [--dry-run] [--section.setting VALUE ...]`."""
     from .config import load_config
 
     if not arguments or any(a in ("-h", "--help") for a in arguments):
@@ -72,7 +73,10 @@ def train(arguments: list[str]) -> int:
     if arguments[0].startswith("--"):
         raise UserError("the run file comes first: sfgrpo train RUN.toml [--out DIR] [--section.setting VALUE ...]")
     file = Path(arguments[0])
-    out, overrides = _take_out(arguments[1:], Path("runs") / file.stem)
+    dry = "--dry-run" in arguments
+    out, overrides = _take_out([a for a in arguments[1:] if a != "--dry-run"], Path("runs") / file.stem)
+    if dry:
+        return _dry_run(load_config(file, overrides))
     return _run(load_config(file, overrides), out)
 
 
@@ -85,6 +89,16 @@ def demo(arguments: list[str]) -> int:
         return 0
     out, overrides = _take_out(arguments, Path("runs/demo"))
     return _run(load_config(Path(__file__).parent / "runs" / "demo.toml", overrides), out)
+
+
+def _dry_run(config) -> int:
+    from .dry_run import describe
+    from .run import check_inputs, quiet
+
+    prompts, eval_prompts = check_inputs(config)
+    quiet()
+    print(describe(config, len(prompts), len(eval_prompts)))
+    return 0
 
 
 def _run(config, out: Path) -> int:

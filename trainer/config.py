@@ -29,7 +29,7 @@ else:
 
 STRICT = {"extra": "forbid"}
 EMBEDDED = "shapes"
-PATHS = ("prompts.file", "eval.file", "lora.continue_from")
+PATHS = ("prompts.file", "eval.file", "lora.continue_from", "model.transformer_file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,23 @@ class ModelConfig:
     """`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, ..."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time in the update."""
-    max_sequence_length: int = 256
-    """Tokens of the T5 encoder (SD3); 0 leaves it out, which saves its memory and costs understanding of prompts."""
+    max_sequence_length: int | None = None
+    """Text tokens; None takes the pipeline's default. For SD3, 0 leaves the T5 encoder out, which saves its memory and
+    costs understanding of prompts."""
+    transformer_file: Path | None = None
+    """A single .safetensors file with the transformer's weights, as ComfyUI has it, in place of those of `path`, which
+    still gives the configs, the text encoders and the VAE. Relative to the run file."""
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """Base weights of transformer and text encoders in 8 bit (torchao, any device) or 4 bit (bitsandbytes, CUDA)."""
+    offload_vae: bool = False
+    """The VAE rests on the CPU while it does not decode."""
+    expert: Literal["high", "low"] | None = None
+    """Which of two transformers carries the LoRA, where the model has one for high and one for low noise (Wan 2.2
+    A14B); None takes `high`. The stochastic window must lie in its steps."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_sequence_length <= 512:
-            raise ValueError("max_sequence_length must be from 0 to 512")
+        if self.max_sequence_length is not None and self.max_sequence_length < 0:
+            raise ValueError("max_sequence_length must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +95,23 @@ class SamplingConfig:
     steps: int = 10
     """Steps of a rollout, T. The paper trains with 10."""
     guidance: float = 1.0
-    """Classifier-free guidance in rollout and update; 1 is off and halves the work."""
+    """Classifier-free guidance in rollout and update, v = negative + guidance (positive - negative); 1 is off and
+    halves the work. (Z-Image's pipeline counts its guidance_scale from 0: ours is that plus 1.)"""
+    embedded_guidance: float | None = None
+    """Guidance that the transformer takes as an input (FLUX.1-dev, FLUX.2-dev); None takes the pipeline's default. Not
+    read for other models."""
+    frames: int = 1
+    """Frames of a video (Wan): 1, 5, 9, ... The reward sees the middle one."""
 
     def __post_init__(self) -> None:
         if self.steps < 2:
             raise ValueError("steps must be 2 or more")
         if not 1 <= self.guidance < math.inf:
             raise ValueError("guidance must be 1 (off) or more")
+        if self.embedded_guidance is not None and not 0 <= self.embedded_guidance < math.inf:
+            raise ValueError("embedded_guidance must be 0 or more")
+        if self.frames < 1:
+            raise ValueError("frames must be 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +130,10 @@ class LoRAConfig:
     """Decay an update of an exponential moving average of the adapter, which is then what is evaluated and saved;
     0 is off. The average warms up, so that the start does not weigh on it."""
     continue_from: Path | None = None
-    """A LoRA file that this trainer wrote, to go on from. Relative to the run file."""
+    """A LoRA file of the same layers and rank to go on from, in any format that `sfgrpo lora inspect` knows. Relative
+    to the run file."""
+    save_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the factors in the LoRA files."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -343,6 +367,7 @@ def _resolve(config: RunConfig, folder: Path) -> RunConfig:
     model = config.model
     if model.path != EMBEDDED and (folder / model.path).is_dir():
         model = dataclasses.replace(model, path=os.path.abspath(folder / model.path))
+    model = dataclasses.replace(model, transformer_file=absolute(model.transformer_file))
     return dataclasses.replace(
         config,
         model=model,
@@ -373,6 +398,7 @@ def without_folders(config: RunConfig) -> RunConfig:
     model = config.model
     if Path(model.path).exists():
         model = dataclasses.replace(model, path=Path(model.path).name)
+    model = dataclasses.replace(model, transformer_file=name(model.transformer_file))
     return dataclasses.replace(
         config,
         model=model,

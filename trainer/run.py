@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -31,7 +32,7 @@ from sfgrpo.update import set_learning_rate
 
 from .config import RunConfig, to_toml, without_folders
 from .errors import UserError
-from .families import Family, check_size, family_of, load_family
+from .families import Family, LoadOptions, check_size, family_class, family_of, load_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FREE_BYTES = 500_000_000
@@ -64,22 +65,23 @@ class Result:
     """Highest eval total."""
 
 
-def prepare(config: RunConfig, out: Path) -> Prepared:
-    """Check settings, files, device and disk. Raises UserError, before anything heavy is loaded."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("this version trains in one process; start it with `sfgrpo train`, not `accelerate launch`")
+def check_inputs(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Check settings and files; returns the prompts and the evaluation's. Raises UserError."""
     family_of(config.model_path)
     try:
         prompts = read_prompts(config.prompts.file)
         eval_prompts = read_prompts(config.eval.file) if config.eval.file else prompts
     except ValueError as error:
         raise UserError(str(error)) from None
+    file = config.model.transformer_file
+    if file is not None and not file.is_file():
+        raise UserError(f"file {file} (model.transformer_file) does not exist")
     if config.lora.continue_from is not None and not config.lora.continue_from.is_file():
         raise UserError(f"LoRA file {config.lora.continue_from} (lora.continue_from) does not exist")
     if config.tensorboard and find_spec("tensorboard") is None:
         raise UserError("tensorboard = true needs the package tensorboard: pip install tensorboard")
     size = (config.sampling.height, config.sampling.width)
-    check_size(config.model_path, *size)
+    check_size(config.model_path, *size, config.sampling.frames)
     for rewards, asked, file in (
         (config.rewards, prompts, config.prompts.file),
         (config.eval.rewards or config.rewards, eval_prompts, config.eval.file or config.prompts.file),
@@ -88,10 +90,33 @@ def prepare(config: RunConfig, out: Path) -> Prepared:
             check_prompts(mix(rewards), asked, size)
         except ValueError as error:
             raise UserError(f"{file}: {error}") from None
+    return prompts, eval_prompts[: config.eval.max_prompts]
+
+
+def prepare(config: RunConfig, out: Path) -> Prepared:
+    """Check settings, files, device and disk. Raises UserError, before anything heavy is loaded."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("this version trains in one process; start it with `sfgrpo train`, not `accelerate launch`")
+    prompts, eval_prompts = check_inputs(config)
     device = pick_device(config.model.device)
+    family_class(config.model_path).check_options(load_options(config, device))
     check_folder(out)
-    prompts_hash = file_hash(config.prompts.file)
-    return Prepared(config, out, prompts, eval_prompts[: config.eval.max_prompts], device, prompts_hash)
+    return Prepared(config, out, prompts, eval_prompts, device, file_hash(config.prompts.file))
+
+
+def load_options(config: RunConfig, device: torch.device) -> LoadOptions:
+    """How the model of a run is loaded."""
+    model = config.model
+    return LoadOptions(
+        dtype=DTYPES[model.dtype],
+        device=device,
+        quantize=model.quantize,
+        transformer_file=model.transformer_file,
+        max_sequence_length=model.max_sequence_length,
+        embedded_guidance=config.sampling.embedded_guidance,
+        offload_vae=model.offload_vae,
+        expert=model.expert,
+    )
 
 
 def check_writable(out: Path) -> None:
@@ -156,17 +181,17 @@ class Run:
         config, self.prepared = prepared.config, prepared
         self.config, self.out, self.device = config, prepared.out, prepared.device
         self.started = time.time()
-        dtype = DTYPES[config.model.dtype]
-        self.family: Family = load_family(
-            config.model_path, dtype, self.device, max_sequence_length=config.model.max_sequence_length
-        )
-        s = config.sampling
-        self.latent_shape = self.family.latent_shape(s.height, s.width)
-        self.sigmas = self.family.sigmas(s.steps, s.height, s.width)
-        self.eval_sigmas = self.family.sigmas(config.eval.steps or s.steps, s.height, s.width)
+        dtype, s = DTYPES[config.model.dtype], config.sampling
         self.prompts = prepared.prompts + prepared.eval_prompts
         self.eval_index = range(len(prepared.prompts), len(self.prompts))
-        self.policy = LoRAPolicy(self.family, self._encode(), guidance=s.guidance, dtype=dtype)
+        # One after the other: encoders and transformer need not fit beside each other.
+        conditioning = self._encode()
+        self.family: Family = self._load("denoiser")
+        self.latent_shape = self.family.latent_shape(s.height, s.width, s.frames)
+        self.sigmas = self.family.sigmas(s.steps, s.height, s.width)
+        self.eval_sigmas = self.family.sigmas(config.eval.steps or s.steps, s.height, s.width)
+        self._check_window()
+        self.policy = LoRAPolicy(self.family, conditioning, guidance=s.guidance, dtype=dtype)
         add_lora(self.family, config.lora, config.seed)
         if config.model.gradient_checkpointing:
             self.family.transformer.enable_gradient_checkpointing()
@@ -198,8 +223,22 @@ class Run:
         self.evaluations: list[dict] = []
         self.iterations_done = 0
 
+    def _load(self, parts: str) -> Family:
+        return load_model(self.config.model_path, load_options(self.config, self.device), parts)
+
+    def _check_window(self) -> None:
+        """Raise UserError where the window has a step at which the trained transformer is not asked."""
+        trained = self.family.trained_steps(self.sigmas)
+        for window in self.config.grpo.windows(len(trained)):
+            if bool((window & ~trained).any()):
+                steps = trained.nonzero().flatten().tolist()
+                span = (
+                    f"window_start {steps[0]} or more, window_stop {steps[-1] + 1} or less" if steps else "more steps"
+                )
+                raise UserError(f"the stochastic window has steps of the expert that is not trained; set {span}")
+
     def _encode(self):
-        """Encode every prompt that this run will use, then free the encoders."""
+        """Encode every prompt that this run will use, with encoders that are gone afterwards."""
         from .policy import encode_prompts
 
         config, count = self.config, len(self.prepared.prompts)
@@ -209,8 +248,13 @@ class Run:
             if len(needed) == len(self.prompts):
                 break
         guided = max(config.sampling.guidance, config.eval.guidance or 1.0) > 1
-        conditioning = encode_prompts(self.family, self.prompts, needed, guided)
-        self.family.free_encoders()
+        family = self._load("encoders")
+        conditioning = encode_prompts(family, self.prompts, needed, guided)
+        family.free_encoders()
+        del family
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
         return conditioning
 
     def _progress(self, phase: str, done: int, total: int) -> None:
@@ -253,7 +297,7 @@ class Run:
         path = self.out / f"{name}.safetensors"
         config = self.config
         with self.ema.swapped_in():
-            state = lora_state(self.family)
+            state = lora_state(self.family, DTYPES[config.lora.save_dtype])
         metadata = {
             "format": "pt",
             "software": f"stepwise-grpo {__version__}",

@@ -80,13 +80,18 @@ def family_class(path: str) -> type[Family]:
 
 
 def load_family(path: str, dtype: torch.dtype, device: torch.device, parts: str = "all", **options: Any) -> Family:
-    """Load a model by path or hub id, frozen; parts and options as in base.Family.load and base.LoadOptions.
+    """`load_model` with the options of LoadOptions by name."""
+    return load_model(path, LoadOptions(dtype=dtype, device=device, **options), parts)
+
+
+def load_model(path: str, options: LoadOptions, parts: str = "all") -> Family:
+    """Load a model by path or hub id, frozen: `all` of it, its `encoders`, or its `denoiser` (with the VAE).
 
     Raises UserError for a model that is not of a supported family.
     """
     family = family_class(path)
     try:
-        return family.load(path, LoadOptions(dtype=dtype, device=device, **options), parts)
+        return family.load(path, options, parts)
     except (OSError, ValueError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(f"model {path} cannot be loaded: {reason}") from None

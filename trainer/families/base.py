@@ -39,6 +39,8 @@ class LoadOptions:
     """Text tokens; None takes the pipeline's."""
     embedded_guidance: float | None = None
     """Guidance that the transformer takes as an input, where it does; None takes the pipeline's."""
+    expert: str | None = None
+    """`high` or `low`: which of two transformers carries the LoRA (Wan 2.2 A14B); None is `high`."""
     offload_vae: bool = False
     """The VAE rests on the CPU while it does not decode."""
 
@@ -241,6 +243,14 @@ class Family(ABC):
     @abstractmethod
     def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
         """Velocity like x, without classifier-free guidance."""
+
+    def trained_steps(self, sigmas: Tensor) -> Tensor:
+        """(T,) bool: the steps of a grid (T + 1,) at which the transformer with the LoRA is asked."""
+        return torch.ones(len(sigmas) - 1, dtype=torch.bool)
+
+    def example_cond(self, rows: int) -> dict[str, Tensor]:
+        """Conditioning of `rows` of the longest texts, on the meta device: shapes alone, for estimates of memory."""
+        raise NotImplementedError
 
     def guide(self, negative: Tensor, positive: Tensor, guidance: float) -> Tensor:
         """Velocity under classifier-free guidance > 1, of the float32 ones for negative and positive prompt."""

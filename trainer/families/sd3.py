@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import UserError
@@ -33,6 +34,16 @@ class SD3(Family):
             texts, None, None, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
         )
         return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
+
+    def example_cond(self, rows: int) -> dict[str, Tensor]:
+        config, meta = self.transformer.config, torch.device("meta")
+        clip_tokens = 77
+        return {
+            "encoder_hidden_states": torch.empty(
+                rows, clip_tokens + self.max_sequence_length, config.joint_attention_dim, dtype=self.dtype, device=meta
+            ),
+            "pooled_projections": torch.empty(rows, config.pooled_projection_dim, dtype=self.dtype, device=meta),
+        }
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)

@@ -1,0 +1,94 @@
+"""FLUX.2: dev, with a Mistral 3 encoder and guidance as an input, and klein, with Qwen 3 and true guidance.
+
+Latents are ComfyUI's: (128, H/16, W/16), the VAE's in patches of 2 x 2, normalised by the statistics of its batch norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import UserError
+from .base import Family
+from .flux import LATENT_SIZE, check_size, set_even_times, vae_scale
+
+
+class Flux2(Family):
+    """A loaded Flux2Pipeline. It has no negative prompt: classifier-free guidance above 1 is ours, as in ComfyUI."""
+
+    PIPELINE = "Flux2Pipeline"
+    TRANSFORMER = "Flux2Transformer2DModel"
+    EMBEDDED_GUIDANCE = 4.0
+    UNTRAINED = ("double_stream_modulation", "single_stream_modulation", "time_guidance_embed")
+
+    @classmethod
+    def least_length(cls) -> int:
+        # The system message, which stands before the prompt, takes about 40 tokens.
+        return 64
+
+    def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
+        embeds, _ = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)
+        return {"encoder_hidden_states": embeds}
+
+    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
+        from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
+        scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
+        _, h, w = self.latent_shape(height, width)
+        return set_even_times(scheduler, steps, compute_empirical_mu(h * w, steps))
+
+    @classmethod
+    def size_for(cls, transformer: Mapping[str, Any], vae: Mapping[str, Any]) -> tuple[int, int]:
+        side = LATENT_SIZE * vae_scale(vae)
+        return side, side
+
+    @classmethod
+    def shape_for(
+        cls, transformer: Mapping[str, Any], vae: Mapping[str, Any], height: int, width: int, frames: int = 1
+    ) -> tuple[int, ...]:
+        check_size(vae, height, width)
+        unit = 2 * vae_scale(vae)
+        return transformer["in_channels"], height // unit, width // unit
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
+        size, length = x.shape[2:], cond["encoder_hidden_states"].shape[1]
+        one, rows, columns, words = (torch.arange(n, device=x.device) for n in (1, *size, length))
+        v = self.transformer(
+            hidden_states=x.to(self.dtype).flatten(2).mT,
+            timestep=sigma,
+            guidance=self.embedded_guidance(x),
+            img_ids=torch.cartesian_prod(one, rows, columns, one),
+            txt_ids=torch.cartesian_prod(one, one, one, words),
+            return_dict=False,
+            **cond,
+        )[0]
+        return v.mT.unflatten(2, size)
+
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        mean, variance = (s.view(-1, 1, 1) for s in (vae.bn.running_mean, vae.bn.running_var))
+        latents = latents * (variance + vae.config.batch_norm_eps).sqrt() + mean
+        return vae.decode(F.pixel_shuffle(latents, 2), return_dict=False)[0]
+
+
+class Flux2Klein(Flux2):
+    """A loaded Flux2KleinPipeline. Its pipeline's negative prompt is always the empty one; ours may be any."""
+
+    PIPELINE = "Flux2KleinPipeline"
+
+    @classmethod
+    def least_length(cls) -> int:
+        return 1
+
+    def embedded_guidance(self, x: Tensor) -> None:
+        return None
+
+    def guide(self, negative: Tensor, positive: Tensor, guidance: float) -> Tensor:
+        """As of the base class. Raises UserError for a distilled model, where the pipeline passes guidance by."""
+        if self.pipeline.config.get("is_distilled"):
+            raise UserError("this model is distilled and takes no classifier-free guidance; set guidance to 1")
+        return super().guide(negative, positive, guidance)

@@ -1,0 +1,223 @@
+"""How much device memory a run needs, by calculation: its model is built without weights and run on shapes alone.
+
+Activations are what autograd would keep for the backward pass of one micro-batch, with attention that keeps its inputs
+and its output (flash attention). What cannot be known here (allocator, CUDA's own context, workspaces) is left out:
+leave about 2 GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .config import RunConfig
+from .families import Family, LoadOptions, family_class, read_json
+from .policy import add_lora, lora_layers
+
+BITS = {"none": None, "int8": 8.0, "nf4": 4.127}
+"""Bits of a quantised weight; nf4 with its constants in double quantisation."""
+META = torch.device("meta")
+LORA_BYTES = 4 * 5
+"""Of one LoRA parameter: itself, gradient, AdamW's two moments and the moving average, in float32."""
+
+
+@dataclass
+class Component:
+    """One model of the pipeline."""
+
+    name: str
+    kind: str
+    """Its class."""
+    parameters: int
+    bytes: float
+
+
+@dataclass
+class Memory:
+    """Bytes of device memory."""
+
+    encoders: list[Component]
+    denoiser: list[Component]
+    """Transformers and VAE."""
+    lora_layers: int
+    lora_parameters: int
+    phases: dict[str, float] = field(default_factory=dict)
+    """Phase -> bytes: encode, sample, score, update."""
+
+    @property
+    def peak(self) -> float:
+        return max(self.phases.values())
+
+
+def bytes_of(module: nn.Module, dtype: torch.dtype, quantize: str) -> float:
+    """Of a model's weights, with those of its linear layers quantised."""
+    bits, size = BITS[quantize], torch.empty((), dtype=dtype).element_size()
+    linear = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)) if bits else 0
+    return linear * (bits or 0) / 8 + (sum(p.numel() for p in module.parameters()) - linear) * size
+
+
+def components_of(path: str) -> dict[str, tuple[str, str]]:
+    """Component -> (library, class) of a pipeline."""
+    index = read_json(path, "model_index.json")
+    return {k: tuple(v) for k, v in index.items() if isinstance(v, list) and len(v) == 2 and None not in v}
+
+
+def build(path: str, name: str, library: str, kind: str) -> Any:
+    """A component of the pipeline by its config, without weights; None for what has none (tokenizers)."""
+    import diffusers
+    import transformers
+
+    if library == "diffusers" and kind.endswith("Scheduler"):
+        return getattr(diffusers, kind).from_config(read_json(path, f"{name}/scheduler_config.json"))
+    with META:
+        if library == "diffusers":
+            cls = getattr(diffusers, kind)
+            return cls.from_config({k: v for k, v in read_json(path, f"{name}/config.json").items()})
+        if name.startswith("text_encoder"):
+            cls = getattr(transformers, kind)
+            return cls(cls.config_class.from_dict(read_json(path, f"{name}/config.json")))
+    return None
+
+
+def without_weights(config: RunConfig) -> tuple[Family, dict[str, nn.Module]]:
+    """The family of a run and its text encoders, on the meta device; of the model only configs are read."""
+    path, model = config.model_path, config.model
+    cls = family_class(path)
+    options = LoadOptions(
+        dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[model.dtype],
+        device=META,
+        max_sequence_length=model.max_sequence_length,
+        embedded_guidance=config.sampling.embedded_guidance,
+        expert=model.expert,
+    )
+    built = {
+        name: build(path, name, *of) for name, of in components_of(path).items() if name not in cls.unused(options)
+    }
+    index = read_json(path, "model_index.json")
+    settings = SimpleNamespace(**{k: v for k, v in index.items() if not isinstance(v, list)})
+    parts = {name: built.pop(name) for name in list(built) if not name.startswith(("text_encoder", "tokenizer"))}
+    pipeline = SimpleNamespace(config=settings, **parts)
+    for module in parts.values():
+        if isinstance(module, nn.Module):
+            module.to(options.dtype).requires_grad_(False)
+    return cls(pipeline, options), {k: v for k, v in built.items() if isinstance(v, nn.Module)}
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value):
+        out = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient, gradient
+
+
+@contextmanager
+def flash_attention() -> Iterator[None]:
+    """On the meta device torch takes attention apart, and would keep its whole matrix."""
+    stock = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Flash.apply(query, key, value)
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = stock
+
+
+def saved_bytes(family: Family, rows: int, guided: bool, shape: tuple[int, ...], cond: Mapping[str, Tensor]) -> int:
+    """What autograd keeps of the velocities of `rows` latents."""
+    seen: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        if not isinstance(x, nn.Parameter):
+            storage = x.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+        return x
+
+    rows *= 2 if guided else 1
+    x, sigma = torch.empty(rows, *shape, device=META), torch.empty(rows, device=META)
+    with flash_attention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        kept = family.velocity(x, sigma, dict(cond))
+    del kept
+    return sum(seen.values())
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor that is computed."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, Tensor):
+                self.bytes = max(self.bytes, value.numel() * value.element_size())
+        return out
+
+
+def estimate(config: RunConfig) -> Memory:
+    """Device memory of a run. Raises UserError as loading would for a folder that lacks its configs."""
+    family, encoders = without_weights(config)
+    model, grpo, s = config.model, config.grpo, config.sampling
+    dtype = family.options.dtype
+    shape = family.latent_shape(s.height, s.width, s.frames)
+    kinds = components_of(config.model_path)
+
+    def component(name: str, module: nn.Module, quantize: str) -> Component:
+        count = sum(p.numel() for p in module.parameters())
+        return Component(name, kinds[name][1], count, bytes_of(module, dtype, quantize))
+
+    texts = [component(n, m, model.quantize) for n, m in encoders.items()]
+    parts = vars(family.pipeline)
+    denoiser = [
+        component(n, m, model.quantize if n.startswith("transformer") else "none")
+        for n, m in parts.items()
+        if isinstance(m, nn.Module)
+    ]
+    add_lora(family, config.lora, config.seed)
+    layers = lora_layers(family)
+    count = sum(p.numel() for p in family.transformer.parameters() if p.requires_grad)
+
+    guided = s.guidance > 1
+    rows = grpo.update_batch * (2 if guided else 1)
+    cond = family.example_cond(rows)
+    plain = saved_bytes(family, grpo.update_batch, guided, shape, cond)
+    blocks = block_count(family.transformer)
+    if model.gradient_checkpointing:
+        family.transformer.enable_gradient_checkpointing()
+        family.transformer.train()
+        # Of one block all is kept while it is computed again.
+        activations = saved_bytes(family, grpo.update_batch, guided, shape, cond) + plain / blocks
+    else:
+        activations = float(plain)
+    drawn = plain / blocks * grpo.rollout_batch / grpo.update_batch
+    largest = _Largest()
+    with largest, torch.no_grad():
+        family.decode(torch.empty(grpo.decode_batch, *shape, device=META))
+    weights = sum(c.bytes for c in denoiser)
+    vae = next(c.bytes for c in denoiser if c.name == "vae")
+    resting = weights - (vae if model.offload_vae else 0) + count * LORA_BYTES
+    memory = Memory(texts, denoiser, len(layers), count)
+    memory.phases = {
+        "encode": sum(c.bytes for c in texts),
+        "sample": resting + drawn,
+        # A convolution has its input, its output and as much again for itself.
+        "score": weights + count * LORA_BYTES + 3 * largest.bytes,
+        "update": resting + activations,
+    }
+    return memory
+
+
+def block_count(transformer: nn.Module) -> int:
+    """Transformer blocks: the entries of its lists of modules."""
+    return max(1, sum(len(m) for m in transformer.children() if isinstance(m, nn.ModuleList)))
