@@ -20,7 +20,12 @@ from .base import QUANTISATIONS, Encoded, Family, LoadOptions
 __all__ = ["FAMILIES", "QUANTISATIONS", "Encoded", "Family", "LoadOptions"]
 
 FAMILIES = {
+    "Flux2KleinPipeline": ("flux2", "Flux2Klein"),
+    "Flux2Pipeline": ("flux2", "Flux2"),
+    "FluxPipeline": ("flux", "Flux1"),
     "StableDiffusion3Pipeline": ("sd3", "SD3"),
+    "QwenImagePipeline": ("qwen_image", "QwenImage"),
+    "ZImagePipeline": ("z_image", "ZImage"),
 }
 """Pipeline class -> module of this package and class in it, imported when needed."""
 
