@@ -1,101 +1,98 @@
-"""Qwen-Image: dual-stream transformer with a Qwen2.5-VL encoder, true guidance with a limited norm, mu by tokens."""
+"""Qwen-Image: dual-stream transformer with a Qwen2.5-VL encoder, true guidance with a limited norm, shift by size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sfgrpo.schedule import mu_for_tokens
 
 from ..errors import UserError
 from .base import Family
+from .flux import LATENT_SIZE, set_even_times
 
 
 class QwenImage(Family):
-    """A loaded QwenImagePipeline."""
+    """A loaded QwenImagePipeline. Classifier-free guidance is the pipeline's true_cfg_scale."""
 
     PIPELINE = "QwenImagePipeline"
     TRANSFORMER = "QwenImageTransformer2DModel"
     LONGEST = 1024
 
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        embeds, mask = self.pipeline.encode_prompt(list(texts), max_sequence_length=self.max_sequence_length)
-        if mask is None:  # of texts of one length
-            mask = embeds.new_ones(embeds.shape[:2], dtype=torch.long)
+        embeds, mask = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)
+        if mask is None:  # texts of one length
+            mask = torch.ones(embeds.shape[:2], dtype=torch.long)
         return {"encoder_hidden_states": embeds, "encoder_hidden_states_mask": mask.long()}
 
+    def example_cond(self, rows: int) -> dict[str, Tensor]:
+        shape, meta = (rows, self.max_sequence_length), torch.device("meta")
+        embeds = torch.empty(*shape, self.transformer.config.joint_attention_dim, dtype=self.dtype, device=meta)
+        return {
+            "encoder_hidden_states": embeds,
+            "encoder_hidden_states_mask": torch.empty(shape, dtype=torch.long, device=meta),
+        }
+
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        config = self.pipeline.scheduler.config
-        if config.get("shift_terminal") and steps < 2:
-            raise UserError("this model needs 2 or more steps: its scheduler stretches the times to a last one above 0")
-        _, rows, columns = self.latent_shape(height, width)
-        mu = mu_for_tokens(
-            (rows // 2) * (columns // 2),
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        scheduler = type(self.pipeline.scheduler).from_config(config)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-        return scheduler.sigmas.float().cpu()
+        scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
+        if scheduler.config.get("shift_terminal") and steps < 2:
+            raise UserError("this model needs 2 steps or more: its scheduler ends them at a time above 0, its terminal")
+        _, h, w = self.latent_shape(height, width)
+        return set_even_times(scheduler, steps, mu_of(scheduler.config, h // 2 * (w // 2)))
 
     @classmethod
     def size_for(cls, transformer: Mapping[str, Any], vae: Mapping[str, Any]) -> tuple[int, int]:
-        side = 128 * 2 ** len(vae["temperal_downsample"])
+        side = LATENT_SIZE * vae_scale(vae)
         return side, side
 
     @classmethod
     def shape_for(
         cls, transformer: Mapping[str, Any], vae: Mapping[str, Any], height: int, width: int, frames: int = 1
     ) -> tuple[int, ...]:
-        scale = 2 ** len(vae["temperal_downsample"])
-        unit = scale * transformer["patch_size"]
-        if height % unit or width % unit or height <= 0 or width <= 0:
+        scale = vae_scale(vae)
+        unit = 2 * scale
+        if height < 1 or width < 1 or height % unit or width % unit:
             raise UserError(f"height and width must be multiples of {unit} for this model; got {height} x {width}")
         return transformer["in_channels"] // 4, height // scale, width // scale
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
-        rows, columns = (side // 2 for side in x.shape[-2:])
-        out = self.transformer(
-            hidden_states=pack(x.to(self.dtype)),
+        tokens = F.pixel_unshuffle(x.to(self.dtype), 2)
+        size = tokens.shape[2:]
+        v = self.transformer(
+            hidden_states=tokens.flatten(2).mT,
             timestep=sigma,
-            img_shapes=[[(1, rows, columns)]] * len(x),
+            img_shapes=[[(1, *size)]] * len(x),
             return_dict=False,
             **cond,
         )[0]
-        return unpack(out, rows, columns)
+        return F.pixel_shuffle(v.mT.unflatten(2, size), 2)
 
     def guide(self, negative: Tensor, positive: Tensor, guidance: float) -> Tensor:
-        """The guided velocity, each token of it as long as that of the positive prompt."""
-        guided = super().guide(negative, positive, guidance)
-        rows, columns = (side // 2 for side in positive.shape[-2:])
-        tokens = pack(guided)
-        length = torch.linalg.vector_norm(pack(positive), dim=-1, keepdim=True)
-        tokens = tokens * (length / torch.linalg.vector_norm(tokens, dim=-1, keepdim=True))
-        return unpack(tokens, rows, columns)
+        """The guided velocity, each token (2 x 2 latents) scaled to the norm that it has for the positive prompt."""
+        guided, positive = (F.pixel_unshuffle(v, 2) for v in (super().guide(negative, positive, guidance), positive))
+        return F.pixel_shuffle(guided * (positive.norm(dim=1, keepdim=True) / guided.norm(dim=1, keepdim=True)), 2)
 
     def decode_latents(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
-        mean, std = (
-            latents.new_tensor(values).view(1, -1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
-        return vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0][:, :, 0]
+        mean, std = (latents.new_tensor(v).view(-1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+        return vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0]
 
 
-def pack(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> tokens of 2 x 2 patches, (B, H / 2 * W / 2, 4 C)."""
-    batch, channels, height, width = x.shape
-    x = x.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return x.reshape(batch, (height // 2) * (width // 2), channels * 4)
+def vae_scale(vae: Mapping[str, Any]) -> int:
+    """Pixels to a side of a latent."""
+    return 2 ** len(vae["temperal_downsample"])
 
 
-def unpack(tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse of `pack`, for rows x columns patches."""
-    batch, _, channels = tokens.shape
-    x = tokens.view(batch, rows, columns, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return x.reshape(batch, channels // 4, 2 * rows, 2 * columns)
+def mu_of(config: Mapping[str, Any], tokens: int) -> float:
+    """mu of a scheduler's config for an image of so many tokens, as the pipelines compute it."""
+    return mu_for_tokens(
+        tokens,
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", 1.15),
+    )

@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo: single-stream transformer with a Qwen3 encoder, whose output points to the image."""
+"""Z-Image and Z-Image-Turbo: single-stream transformer with a Qwen3 encoder, captions of any length, true guidance."""
 
 from __future__ import annotations
 
@@ -8,45 +8,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sfgrpo.schedule import mu_for_tokens
-
 from ..errors import UserError
-from .base import Family
+from .base import Family, pad
+from .flux import set_even_times, vae_scale
+from .qwen_image import mu_of
 
 
 class ZImage(Family):
     """A loaded ZImagePipeline.
 
-    Its guidance_scale counts from 0: guidance g here, and in ComfyUI, is guidance_scale g - 1 there, so that Turbo's 0
-    is 1 here. Its optional cfg_normalization and cfg_truncation, both off by default, are not applied.
+    Guidance g here, and in ComfyUI, is the pipeline's guidance_scale g - 1: Turbo's 0 is 1 here. The pipeline's
+    cfg_normalization and cfg_truncation, which are off by default, are not there.
     """
 
     PIPELINE = "ZImagePipeline"
     TRANSFORMER = "ZImageTransformer2DModel"
+    # The rotary table has 1536 places along the text, and the image takes the one after it; both in steps of 32.
     LONGEST = 1504
-    """The image's position is after the text's, of a multiple of 32, and must be below 1536."""
 
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        # The pipeline writes its chat template into the list that it is given.
+        # The pipeline writes its chat template into the list it is given.
         embeds, _ = self.pipeline.encode_prompt(
             list(texts), do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
         )
-        lengths = torch.tensor([len(e) for e in embeds])
-        return {"cap_feats": torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True), "lengths": lengths}
+        return {"captions": torch.cat(pad([e[None] for e in embeds])), "lengths": torch.tensor([*map(len, embeds)])}
+
+    def example_cond(self, rows: int) -> dict[str, Tensor]:
+        length, width = self.max_sequence_length, self.transformer.config.cap_feat_dim
+        captions = torch.empty(rows, length, width, dtype=self.dtype, device="meta")
+        return {"captions": captions, "lengths": torch.full((rows,), length)}
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        config = self.pipeline.scheduler.config
-        _, rows, columns = self.latent_shape(height, width)
-        mu = mu_for_tokens(
-            (rows // 2) * (columns // 2),
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        scheduler = type(self.pipeline.scheduler).from_config(config)
-        scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
-        return scheduler.sigmas.float().cpu()
+        scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
+        _, h, w = self.latent_shape(height, width)
+        return set_even_times(scheduler, steps, mu_of(scheduler.config, h // 2 * (w // 2)))
 
     @classmethod
     def size_for(cls, transformer: Mapping[str, Any], vae: Mapping[str, Any]) -> tuple[int, int]:
@@ -56,7 +51,7 @@ class ZImage(Family):
     def shape_for(
         cls, transformer: Mapping[str, Any], vae: Mapping[str, Any], height: int, width: int, frames: int = 1
     ) -> tuple[int, ...]:
-        scale = 2 ** (len(vae["block_out_channels"]) - 1)
+        scale = vae_scale(vae)
         unit = 2 * scale
         most = unit * min(transformer["axes_lens"][1:])
         if height % unit or width % unit or not 0 < height <= most or not 0 < width <= most:
@@ -66,9 +61,10 @@ class ZImage(Family):
         return transformer["in_channels"], height // scale, width // scale
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
-        captions = [e[:n] for e, n in zip(cond["cap_feats"], cond["lengths"].tolist(), strict=True)]
-        images = list(x.to(self.dtype).unsqueeze(2).unbind())
-        return -torch.stack(self.transformer(images, 1 - sigma, captions, return_dict=False)[0]).squeeze(2)
+        captions = [c[:n] for c, n in zip(cond["captions"], cond["lengths"].tolist(), strict=True)]
+        # The transformer's time runs from noise to image, and so does its velocity.
+        v = self.transformer(list(x.to(self.dtype).unsqueeze(2)), 1 - sigma, captions, return_dict=False)[0]
+        return -torch.stack(v).squeeze(2)
 
     def decode_latents(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
