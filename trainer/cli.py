@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ USAGE = """usage: sfgrpo COMMAND ...
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 for a mistake of the user's, 130 for Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    # What libraries warn of when they are imported (torchao, bitsandbytes) is not for who trains.
+    logging.disable(logging.WARNING)
     commands = {"demo": demo, "train": train, "sample": sample, "selftest": selftest}
     try:
         if not arguments or arguments[0] in ("-h", "--help"):

@@ -92,10 +92,8 @@ class Family(ABC):
         import diffusers
 
         cls.check_options(options)
-        left_out = {"encoders": ["transformer", "vae"], "denoiser": list(cls.ENCODERS), "all": []}[parts]
-        given: dict[str, Any] = dict.fromkeys([*left_out, *cls.unused(options)])
-        if parts != "encoders":
-            given |= cls.load_transformer(path, options)
+        given: dict[str, Any] = dict.fromkeys([*cls.unused(options), *(cls.ENCODERS if parts == "denoiser" else ())])
+        given |= cls.without_transformer(path) if parts == "encoders" else cls.load_transformer(path, options)
         pipeline = getattr(diffusers, cls.PIPELINE).from_pretrained(
             path,
             torch_dtype=options.dtype,
@@ -109,7 +107,8 @@ class Family(ABC):
                 module.requires_grad_(False).eval()
                 if name == "vae" and cls.VAE_DTYPE is not None:
                     module.to(cls.VAE_DTYPE)
-                if not (name == "vae" and options.offload_vae) and not getattr(module, "is_quantized", False):
+                rests = (name == "vae" and options.offload_vae) or getattr(module, "is_quantized", False)
+                if not (rests or module.device.type == "meta"):
                     module.to(options.device)
         return family
 
@@ -137,6 +136,11 @@ class Family(ABC):
         import diffusers
 
         return {"transformer": cls.load_one(getattr(diffusers, cls.TRANSFORMER), path, "transformer", options)}
+
+    @classmethod
+    def without_transformer(cls, path: str) -> dict[str, Any]:
+        """What stands in the pipeline for transformer and VAE while it encodes."""
+        return {"transformer": None, "vae": None}
 
     @classmethod
     def load_one(cls, kind: Any, path: str, subfolder: str, options: LoadOptions) -> nn.Module:

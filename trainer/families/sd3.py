@@ -29,6 +29,15 @@ class SD3(Family):
     def unused(cls, options: LoadOptions) -> list[str]:
         return ["text_encoder_3", "tokenizer_3"] if options.max_sequence_length == 0 else []
 
+    @classmethod
+    def without_transformer(cls, path: str) -> dict[str, Any]:
+        # Without T5 the pipeline reads the width of its zeros from the transformer's config.
+        from diffusers import SD3Transformer2DModel
+
+        with torch.device("meta"):
+            config = SD3Transformer2DModel.load_config(path, subfolder="transformer")
+            return {"transformer": SD3Transformer2DModel.from_config(config), "vae": None}
+
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             texts, None, None, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length
