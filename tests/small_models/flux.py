@@ -113,7 +113,7 @@ def draw(output_type: str):
 
 
 def native(state: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The names of ComfyUI's model: fused qkv, in single blocks with the feed-forward; shift before scale at the end."""
+    """The names of ComfyUI's model: fused qkv, in single blocks with the feed-forward too; shift before scale."""
     out: dict[str, Tensor] = {}
 
     def put(new: str, *olds: str, swap: bool = False) -> None:

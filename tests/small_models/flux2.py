@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.small_models import WORDS, SmallModel
@@ -33,10 +32,10 @@ def build(path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         tokenizer = chat_tokenizer(
-            "{% for m in messages %}<start>{{ m.role }} {% for c in m.content %}{{ c.text }}{% endfor %}<end>{% endfor %}",
+            "{% for m in messages %}<start>{{ m.role }} {% for c in m.content %}{{ c.text }}{% endfor %}<end>"
+            "{% endfor %}",
             padding_side="left",
         )
-        tokenizer.model_input_names = ["input_ids", "attention_mask"]
         processor = PixtralProcessor(
             image_processor=PixtralImageProcessor(), tokenizer=tokenizer, chat_template=tokenizer.chat_template
         )
@@ -138,7 +137,7 @@ def draw(output_type: str):
 
 
 def native(state: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The names of ComfyUI's model: fused qkv, and shift before scale at the end."""
+    """The names of ComfyUI's model: fused qkv, and shift before scale in the last norm."""
     out: dict[str, Tensor] = {}
 
     def put(new: str, *olds: str) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UserError
-from .base import Family
+from .base import Family, LoadOptions
 
 LATENT_SIZE = 128
 """Side of the VAE's latents at the size that the pipeline draws by itself."""
@@ -25,9 +26,20 @@ class Flux1(Family):
     ENCODERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
     EMBEDDED_GUIDANCE = 3.5
 
+    @classmethod
+    def load_one(cls, kind: Any, path: str, subfolder: str, options: LoadOptions) -> nn.Module:
+        return super().load_one(NativeNames(kind), path, subfolder, options)
+
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, pooled, _ = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)
         return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
+
+    def example_cond(self, rows: int) -> dict[str, Tensor]:
+        config, meta = self.transformer.config, {"dtype": self.dtype, "device": "meta"}
+        return {
+            "encoder_hidden_states": torch.empty(rows, self.max_sequence_length, config.joint_attention_dim, **meta),
+            "pooled_projections": torch.empty(rows, config.pooled_projection_dim, **meta),
+        }
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -98,3 +110,30 @@ def set_even_times(scheduler: Any, steps: int, mu: float) -> Tensor:
     else:
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
     return scheduler.sigmas.float().cpu()
+
+
+@dataclass
+class NativeNames:
+    """A transformer class that reads ComfyUI's names from a single file where diffusers does not.
+
+    diffusers looks for the norms of FLUX.1 as `.scale`, as they are in the original file and not in one that ComfyUI
+    saved, and keeps the prefix that whole checkpoints have before the names of FLUX.2.
+    """
+
+    kind: Any
+
+    def from_pretrained(self, *args: Any, **settings: Any) -> nn.Module:
+        return self.kind.from_pretrained(*args, **settings)
+
+    def from_single_file(self, file: str, **settings: Any) -> nn.Module:
+        from safetensors.torch import load_file
+
+        weights, prefix = load_file(file), "model.diffusion_model."
+        if any(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+        norms = (".query_norm", ".key_norm")
+        named = {
+            f"{name}.scale" if end == "weight" and name.endswith(norms) else f"{name}.{end}": w
+            for (name, _, end), w in ((name.rpartition("."), w) for name, w in weights.items())
+        }
+        return self.kind.from_single_file(named, **settings)

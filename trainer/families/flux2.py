@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UserError
-from .base import Family
-from .flux import LATENT_SIZE, check_size, set_even_times, vae_scale
+from .base import Family, LoadOptions
+from .flux import LATENT_SIZE, NativeNames, check_size, set_even_times, vae_scale
 
 
 class Flux2(Family):
@@ -30,9 +30,17 @@ class Flux2(Family):
         # The system message, which stands before the prompt, takes about 40 tokens.
         return 64
 
+    @classmethod
+    def load_one(cls, kind: Any, path: str, subfolder: str, options: LoadOptions) -> nn.Module:
+        return super().load_one(NativeNames(kind), path, subfolder, options)
+
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, _ = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)
         return {"encoder_hidden_states": embeds}
+
+    def example_cond(self, rows: int) -> dict[str, Tensor]:
+        shape = rows, self.max_sequence_length, self.transformer.config.joint_attention_dim
+        return {"encoder_hidden_states": torch.empty(shape, dtype=self.dtype, device="meta")}
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
