@@ -25,6 +25,7 @@ FAMILIES = {
     "FluxPipeline": ("flux", "Flux1"),
     "StableDiffusion3Pipeline": ("sd3", "SD3"),
     "QwenImagePipeline": ("qwen_image", "QwenImage"),
+    "WanPipeline": ("wan", "Wan"),
     "ZImagePipeline": ("z_image", "ZImage"),
 }
 """Pipeline class -> module of this package and class in it, imported when needed."""
