@@ -49,7 +49,7 @@ class SmallModel:
     """Whether the pipeline has load_lora_weights for our names."""
 
 
-SMALL_MODELS = ("sd3", "flux", "flux2", "flux2_klein", "qwen_image", "z_image", "wan")
+SMALL_MODELS = ("sd3", "flux", "flux2", "flux2_klein", "qwen_image", "z_image", "wan", "wan22_5b", "wan22_a14b")
 SMALL_MODELS = tuple(n for n in SMALL_MODELS if Path(__file__).with_name(f"{n}.py").is_file())  # while they are written
 
 

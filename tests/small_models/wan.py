@@ -1,4 +1,4 @@
-"""Wan 2.1's layout in small: UMT5, a transformer of two blocks that ComfyUI detects, a VAE of 8 x 8 pixels and 4 frames."""
+"""Wan 2.1's layout in small: UMT5, a transformer of two blocks that ComfyUI detects, a VAE of 8 x 8 pixels."""
 
 from __future__ import annotations
 

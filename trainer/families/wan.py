@@ -61,16 +61,13 @@ class Wan(Family):
 
         from . import read_json
 
-        trained = trained_name(options)
-        two = read_json(path, "model_index.json").get("boundary_ratio") is not None
+        names = ["transformer"]
+        if read_json(path, "model_index.json").get("boundary_ratio") is not None:
+            names.append("transformer_2")
+        its_own = replace(options, transformer_file=None)
         return {
-            name: cls.load_one(
-                WanTransformer3DModel,
-                path,
-                name,
-                options if name == trained else replace(options, transformer_file=None),
-            )
-            for name in ("transformer", *(["transformer_2"] if two else []))
+            name: cls.load_one(WanTransformer3DModel, path, name, options if name == trained_name(options) else its_own)
+            for name in names
         }
 
     @classmethod
