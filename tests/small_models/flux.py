@@ -173,6 +173,7 @@ MODEL = SmallModel(
     native=native,
     comfy_inputs=comfy_inputs,
     guidance=(1.0, 3.0),
+    size=(32, 48),
     options={"max_sequence_length": LENGTH, "embedded_guidance": EMBEDDED_GUIDANCE},
     single_file=False,  # diffusers splits linear1 at the real model's width
 )

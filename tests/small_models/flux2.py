@@ -189,5 +189,6 @@ MODEL = SmallModel(
     stock_images=draw("pt"),
     native=native,
     comfy_inputs=comfy_inputs,
+    size=(32, 48),
     options={"max_sequence_length": LENGTH, "embedded_guidance": EMBEDDED_GUIDANCE},
 )

@@ -74,6 +74,7 @@ MODEL = SmallModel(
     stock_images=draw("pt"),
     native=native,
     comfy_inputs=comfy_inputs,
+    size=(32, 48),
     guidance=(1.0, 4.0),
     options={"max_sequence_length": LENGTH},
 )
