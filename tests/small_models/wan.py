@@ -76,7 +76,7 @@ def save(path: Path, flow_shift: float = 3.0, **parts: Any) -> None:
 
 
 class Euler(FlowMatchEulerDiscreteScheduler):
-    """Euler steps on the times of another scheduler, with the transformer told sigma * 1000 as it is."""
+    """Euler steps on the times of UniPC, from 1 on, with the transformer told sigma * 1000 as it is."""
 
     def __init__(self, own: Any) -> None:
         super().__init__(shift=1.0)
@@ -84,7 +84,7 @@ class Euler(FlowMatchEulerDiscreteScheduler):
 
     def set_timesteps(self, steps: int, device: Any = None) -> None:
         self.own.set_timesteps(steps)
-        super().set_timesteps(sigmas=self.own.sigmas[:-1].tolist(), device=device)
+        super().set_timesteps(sigmas=[1.0, *self.own.sigmas[1:-1].tolist()], device=device)
 
 
 def draw(output_type: str, scale: int = 8):

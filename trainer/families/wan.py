@@ -87,10 +87,15 @@ class Wan(Family):
         return {"encoder_hidden_states": torch.empty(shape, dtype=self.dtype, device="meta")}
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        """The pipeline's times, with the flow_shift of its scheduler's config whatever the size."""
+        """The pipeline's times, with the flow_shift of its scheduler's config whatever the size.
+
+        UniPC starts at 1 - 1e-6 for the sake of a logarithm of its own. Here that is 1, of which kernels know what to
+        do: a = eta sqrt(t / (1 - t)) would be 700.
+        """
         scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
         scheduler.set_timesteps(steps)
-        return scheduler.sigmas.float().cpu()
+        sigmas = scheduler.sigmas.float().cpu()
+        return torch.where(sigmas > 1 - 2e-6, 1.0, sigmas)
 
     @classmethod
     def size_for(cls, transformer: Mapping[str, Any], vae: Mapping[str, Any]) -> tuple[int, int]:
