@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .config import RunConfig
 from .families import Family, LoadOptions, family_class, read_json
-from .policy import add_lora, lora_layers
+from .policy import attach_lora, lora_layers
 
 BITS = {"none": None, "int8": 8.0, "nf4": 4.127}
 """Bits of a quantised weight; nf4 with its constants in double quantisation."""
@@ -184,7 +184,7 @@ def estimate(config: RunConfig) -> Memory:
         for n, m in parts.items()
         if isinstance(m, nn.Module)
     ]
-    add_lora(family, config.lora, config.seed)
+    attach_lora(family, config.lora)
     layers = lora_layers(family)
     count = sum(p.numel() for p in family.transformer.parameters() if p.requires_grad)
 

@@ -111,17 +111,22 @@ def add_lora(family: Family, config: LoRAConfig, seed: int) -> None:
 
     The factors are float32 and the only parameters with a gradient. Raises UserError for a file that does not fit.
     """
-    targets = family.targets(config.targets)
-    with torch.random.fork_rng(devices=[]):  # peft draws factors of its own, on the CPU, which are replaced below
-        family.transformer.add_adapter(
-            PeftLoraConfig(r=config.rank, lora_alpha=config.alpha or config.rank, target_modules=targets)
-        )
+    attach_lora(family, config)
     for name, layer in lora_layers(family).items():
         a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
         start = init_factors(family.export_name(name), config.rank, a.shape[1], b.shape[0], seed)
         a.data, b.data = start.a.to(a.device), start.b.to(b.device)
     if config.continue_from is not None:
         read_lora(family, config.continue_from)
+
+
+def attach_lora(family: Family, config: LoRAConfig) -> None:
+    """Put peft's layers on the transformer, with whatever in them."""
+    targets = family.targets(config.targets)
+    with torch.random.fork_rng(devices=[]):  # peft draws factors of its own, on the CPU
+        family.transformer.add_adapter(
+            PeftLoraConfig(r=config.rank, lora_alpha=config.alpha or config.rank, target_modules=targets)
+        )
 
 
 def scale_of(family: Family) -> float:
