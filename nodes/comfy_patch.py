@@ -14,11 +14,13 @@ over the same memory in their place; that one stays, for it is the same weight.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import comfy.lora
+import comfy.model_base
 import comfy.model_management
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,11 @@ from ..sfgrpo.lora import choose_targets, init_factors
 
 KEY = "stepwise_grpo"
 ADAPTERS = ("hook", "weight")
+ONLY_FLUX_1 = re.compile(
+    r"time_text_embed|\.ff(_context)?\.net\.|single_transformer_blocks\.\d+\.(proj_|attn\.to_[qkv]$)"
+)
+ONLY_FLUX_2 = re.compile(r"\.linear_(in|out)$|single_transformer_blocks\.\d+\.attn\.to_(qkv_mlp_proj|out)$")
+"""Names of layers that one of FLUX.1 and FLUX.2 has in diffusers. ComfyUI's table has both for either model."""
 
 
 @dataclass
@@ -171,6 +178,9 @@ def lora_places(patcher) -> dict[str, tuple[str, int, int, Callable | None]]:
     """
     modules = dict(patcher.model.named_modules())
     table = comfy.lora.model_lora_keys_unet(patcher.model, {})
+    if isinstance(patcher.model, comfy.model_base.Flux):
+        other = ONLY_FLUX_1 if isinstance(patcher.model, getattr(comfy.model_base, "Flux2", ())) else ONLY_FLUX_2
+        table = {name: target for name, target in table.items() if not other.search(name)}
     found: dict[str, tuple[str, int, int, Callable | None]] = {}
     for prefix in ("transformer.", "diffusion_model."):
         for name, target in table.items():
