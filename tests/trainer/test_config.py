@@ -59,11 +59,19 @@ def test_there_is_a_demo():
 # Every setting once, none of them at its default.
 CHANGED = RunConfig(
     model=ModelConfig(
-        path="owner/name", dtype="fp16", device="cuda:1", gradient_checkpointing=True, max_sequence_length=77
+        path="owner/name",
+        dtype="fp16",
+        device="cuda:1",
+        gradient_checkpointing=True,
+        max_sequence_length=77,
+        transformer_file=Path("/x/t.safetensors"),
+        quantize="int8",
+        offload_vae=True,
+        expert="low",
     ),
     prompts=PromptsConfig(file=Path("/a b/'p\".jsonl"), per_iteration=3),
     rewards={"shapes": 0.25, "jpeg_size": -1.0},
-    sampling=SamplingConfig(height=64, width=96, steps=7, guidance=4.5),
+    sampling=SamplingConfig(height=64, width=96, steps=7, guidance=4.5, embedded_guidance=3.0, frames=5),
     grpo=GRPOConfig(
         group_size=5,
         kernel=Kernel(name="flow_grpo", eta=0.25, schedule="constant"),
@@ -84,7 +92,9 @@ CHANGED = RunConfig(
         decode_batch=5,
         update_batch=9,
     ),
-    lora=LoRAConfig(rank=8, alpha=3.0, targets="all", ema_decay=0.75, continue_from=Path("/x/l.safetensors")),
+    lora=LoRAConfig(
+        rank=8, alpha=3.0, targets="all", ema_decay=0.75, continue_from=Path("/x/l.safetensors"), save_dtype="bf16"
+    ),
     optimizer=OptimizerConfig(lr=1e-5, beta1=0.5, beta2=0.75, eps=1e-6, weight_decay=0.5, warmup=3, final_lr=0.25),
     eval=EvalConfig(
         file=Path("/x/e.txt"),
