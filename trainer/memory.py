@@ -61,7 +61,8 @@ def bytes_of(module: nn.Module, dtype: torch.dtype, quantize: str) -> float:
     """Of a model's weights, with those of its linear layers quantised."""
     bits, size = BITS[quantize], torch.empty((), dtype=dtype).element_size()
     linear = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)) if bits else 0
-    return linear * (bits or 0) / 8 + (sum(p.numel() for p in module.parameters()) - linear) * size
+    all_of_it = sum(t.numel() for t in (*module.parameters(), *module.buffers()))
+    return linear * (bits or 0) / 8 + (all_of_it - linear) * size
 
 
 def components_of(path: str) -> dict[str, tuple[str, str]]:

@@ -191,6 +191,8 @@ class Run:
         self.sigmas = self.family.sigmas(s.steps, s.height, s.width)
         self.eval_sigmas = self.family.sigmas(config.eval.steps or s.steps, s.height, s.width)
         self._check_window()
+        for guidance in (s.guidance, config.eval.guidance or 1.0):
+            self.family.check_guidance(guidance)
         self.policy = LoRAPolicy(self.family, conditioning, guidance=s.guidance, dtype=dtype)
         add_lora(self.family, config.lora, config.seed)
         if config.model.gradient_checkpointing:

@@ -14,6 +14,7 @@ from sfgrpo.shapes import MODEL_DIR
 
 from .config import EMBEDDED
 from .errors import UserError
+from .families.base import QUANTISATIONS
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,7 +37,12 @@ def parser() -> Parser:
     p.add_argument("--guidance", type=float, default=1.0, help="classifier-free guidance; 1 is off")
     p.add_argument("--height", type=int, help="pixels; default: the model's own")
     p.add_argument("--width", type=int, help="pixels; default: the model's own")
-    p.add_argument("--max-sequence-length", type=int, help="T5 tokens; default 256, `shapes` 0")
+    p.add_argument("--max-sequence-length", type=int, help="text tokens; default: the pipeline's, `shapes` 0")
+    p.add_argument("--embedded-guidance", type=float, help="guidance that FLUX.1-dev and FLUX.2-dev take as an input")
+    p.add_argument(
+        "--frames", type=int, default=1, help="frames of a video (Wan): 1, 5, 9, ...; the middle one is drawn"
+    )
+    p.add_argument("--quantize", choices=QUANTISATIONS, default="none", help="base weights in 8 or 4 bit")
     p.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU, else fp32")
     p.add_argument("--device", default="auto")
     p.add_argument("--batch", type=int, default=16, help="images made at once")
@@ -51,18 +57,16 @@ def main(arguments: list[str]) -> int:
     for name in ("seeds", "steps", "batch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} must be 1 or more")
-    if args.max_sequence_length is not None and not 0 <= args.max_sequence_length <= 512:
-        raise UserError("--max-sequence-length must be from 0 to 512")
     if not 1 <= args.guidance < float("inf"):
         raise UserError("--guidance must be 1 (off) or more")
     if args.lora is not None and not args.lora.is_file():
         raise UserError(f"LoRA file {args.lora} does not exist")
     embedded = args.model == EMBEDDED
     model = str(MODEL_DIR) if embedded else args.model
-    from .families import check_size, load_family
+    from .families import LoadOptions, check_size, family_class, load_model
     from .run import DTYPES, check_writable, pick_device, quiet
 
-    check_size(model, args.height, args.width)
+    shape = check_size(model, args.height, args.width, args.frames)
     check_writable(args.out)
     device = pick_device(args.device)
     quiet()
@@ -71,13 +75,21 @@ def main(arguments: list[str]) -> int:
 
     from .policy import LoRAPolicy, encode_prompts, load_lora
 
-    length = args.max_sequence_length if args.max_sequence_length is not None else (0 if embedded else 256)
     dtype = DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")]
-    family = load_family(model, dtype, device, max_sequence_length=length)
-    height, width = (given or own for given, own in zip((args.height, args.width), family.native_size, strict=True))
-    shape = family.latent_shape(height, width)
+    options = LoadOptions(
+        dtype=dtype,
+        device=device,
+        quantize=args.quantize,
+        max_sequence_length=0 if embedded and args.max_sequence_length is None else args.max_sequence_length,
+        embedded_guidance=args.embedded_guidance,
+    )
+    family_class(model).check_options(options)
+    family = load_model(model, options, "encoders")
+    family.check_guidance(args.guidance)
     conditioning = encode_prompts(family, prompts, set(range(len(prompts))), args.guidance > 1)
-    family.free_encoders()
+    del family
+    family = load_model(model, options, "denoiser")
+    height, width = (given or own for given, own in zip((args.height, args.width), family.native_size, strict=True))
     if args.lora is not None:
         load_lora(family, args.lora)
     policy = LoRAPolicy(family, conditioning, guidance=args.guidance, dtype=dtype)

@@ -50,7 +50,7 @@ class Checks:
         self.model = str(MODEL_DIR) if embedded else args.model
         check_size(self.model, args.height, args.width)
         self.device, self.dtype = pick_device(args.device), DTYPES[args.dtype]
-        self.length = 0 if embedded else 256
+        self.length = 0 if embedded else None
         self.family = load_family(self.model, self.dtype, self.device, max_sequence_length=self.length)
         own = self.family.native_size
         height, width = args.height or own[0], args.width or own[1]

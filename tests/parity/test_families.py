@@ -64,9 +64,13 @@ class Case:
 
 @pytest.fixture(scope="module", params=SMALL_MODELS)
 def case(request, tmp_path_factory) -> Case:
-    row, path = small_model(request.param), tmp_path_factory.mktemp(request.param)
+    return build(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def build(name: str, path: Path) -> Case:
+    row = small_model(name)
     row.build(path)
-    return Case(request.param, row, path)
+    return Case(name, row, path)
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +100,13 @@ def with_lora(case: Case, targets: str, seed: int = 0):
     return family
 
 
-@torch.no_grad()
 def velocities(family, noise) -> torch.Tensor:
     """One row at a time, each of another text and sigma."""
-    encoded = family.encode(TEXTS)
+    return velocities_of(family, family.encode(TEXTS), noise)
+
+
+@torch.no_grad()
+def velocities_of(family, encoded, noise) -> torch.Tensor:
     rows = [encoded.rows(torch.tensor([i]), CPU, torch.float32) for i in range(len(TEXTS))]
     return torch.cat([family.velocity(noise[i : i + 1], SIGMAS[i : i + 1], row) for i, row in enumerate(rows)]).float()
 
@@ -169,7 +176,7 @@ def train(case: Case, *, checkpointing: bool = False, iterations: int = 2, **opt
         family.transformer.train()
     parameters = policy.trainable_parameters()
     everything = {n: p for m in family.pipeline.components.values() if hasattr(m, "parameters") for n, p in named(m)}
-    before = {n: p.detach().clone() for n, p in everything.items()}
+    before = {n: values(p).clone() for n, p in everything.items()}
     loop = StepwiseGRPO(
         policy,
         score,
@@ -180,8 +187,14 @@ def train(case: Case, *, checkpointing: bool = False, iterations: int = 2, **opt
     )
     prompts = [Prompt(t, n) for t, n in zip(TEXTS, NEGATIVES, strict=True)]
     metrics = [loop.iterate(i, prompts, [0, 1]).metrics for i in range(iterations)]
-    changed = {n for n, p in everything.items() if not torch.equal(p, before[n])}
+    changed = {n for n, p in everything.items() if not torch.equal(values(p), before[n])}
     return family, everything, changed, metrics
+
+
+def values(parameter: torch.Tensor) -> torch.Tensor:
+    """The numbers, of a quantised weight too."""
+    data = parameter.detach()
+    return data.dequantize() if type(data.data) is not torch.Tensor else data
 
 
 def named(module):
@@ -204,6 +217,30 @@ def test_gradient_checkpointing_changes_nothing(case):
     for name, value in plain.items():
         # AdamW's first step is +-lr where the gradient is more than rounding.
         assert ((value - checkpointed[name]).abs() > 1e-4).float().mean() < 0.01
+
+
+QUANTISED = [pytest.param(n, marks=() if n in ("sd3", "z_image") else pytest.mark.slow) for n in SMALL_MODELS]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_base_trains(name, tmp_path):
+    """In 8 bit, which runs on a CPU: nearly the same velocity, and the same LoRA to train, on weights that stay."""
+    pytest.importorskip("torchao")
+    case = build(name, tmp_path)
+    family = case.family()
+    quantised, noise = case.family(parts="denoiser", quantize="int8"), case.noise(family)
+    weights = [m.weight for m in quantised.transformer.modules() if isinstance(m, torch.nn.Linear)]
+    assert sum(type(w.data) is not torch.Tensor for w in weights) > 0.8 * len(weights)
+    got, expected = velocities_of(quantised, family.encode(TEXTS), noise), velocities(family, noise)
+    assert torch.nn.functional.cosine_similarity(got.flatten(), expected.flatten(), dim=0) > 0.99
+    assert (got - expected).abs().max() > 1e-5
+    trained, everything, changed, metrics = train(case, quantize="int8", iterations=1)
+    assert changed and all(everything[n].requires_grad for n in changed)
+    assert metrics[0]["updates"] == 1 and metrics[0]["grad_norm"] > 0 and metrics[0]["ratio/mean"] == 1
+    plain, eight_bit = lora_state(train(case, iterations=1)[0]), lora_state(trained)
+    assert plain.keys() == eight_bit.keys()
+    moved = [torch.cat([s[k].flatten() for k in plain if "lora_B" in k]) for s in (plain, eight_bit)]
+    assert torch.nn.functional.cosine_similarity(*moved, dim=0) > 0.8
 
 
 def test_loading_in_parts(case, family):
@@ -260,9 +297,7 @@ def in_comfyui(tmp_path_factory):
     """Family name -> (report of ComfyUI, got, expected, layers), of all rows in one process."""
     checkout, jobs, kept = comfyui(), [], {}
     for name in SMALL_MODELS:
-        row, path = small_model(name), tmp_path_factory.mktemp(name)
-        row.build(path)
-        case = Case(name, row, path)
+        case = build(name, tmp_path_factory.mktemp(name))
         jobs.append(job(case, tmp_path_factory.mktemp(f"{name}_comfy"), kept))
     process = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("families_in_comfyui.py")), str(ROOT), json.dumps(jobs)],

@@ -53,8 +53,9 @@ def test_distilled_klein_refuses_guidance(tmp_path):
     family = load_family(str(tmp_path), torch.float32, CPU, max_sequence_length=flux2_klein.LENGTH)
     noise = torch.randn(2, *family.latent_shape(32, 32), generator=torch.Generator().manual_seed(7))
     assert latents(family, noise, 1.0, 2, (32, 32)).isfinite().all()
+    family.check_guidance(1.0)
     with pytest.raises(UserError, match="is distilled .* set guidance to 1"):
-        latents(family, noise, 3.0, 2, (32, 32))
+        family.check_guidance(3.0)
 
 
 def test_embedded_guidance_is_the_pipelines_or_the_given(tmp_path):

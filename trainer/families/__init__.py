@@ -111,6 +111,8 @@ def check_size(path: str, height: int | None, width: int | None, frames: int = 1
     transformer, vae = (read_json(path, f"{part}/config.json") for part in ("transformer", "vae"))
     family = family_class(path)
     try:
+        if frames != 1 and not family.VIDEO:
+            raise UserError(f"this model makes single images; set sampling.frames to 1 (got {frames})")
         own = family.size_for(transformer, vae)
         height, width = (mine if given is None else given for given, mine in zip((height, width), own, strict=True))
         return family.shape_for(transformer, vae, height, width, frames)

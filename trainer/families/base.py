@@ -75,6 +75,8 @@ class Family(ABC):
     """Dtype of the VAE where it is not that of the rest."""
     EMBEDDED_GUIDANCE: ClassVar[float] = 1.0
     """The pipeline's default of embedded guidance, where the transformer takes one."""
+    VIDEO: ClassVar[bool] = False
+    """Whether it can make more than one frame."""
     UNTRAINED: ClassVar[Sequence[str]] = ()
     """Beginnings of the names of linear modules that never carry a LoRA: those that ComfyUI cannot map."""
 
@@ -252,9 +254,12 @@ class Family(ABC):
         """(T,) bool: the steps of a grid (T + 1,) at which the transformer with the LoRA is asked."""
         return torch.ones(len(sigmas) - 1, dtype=torch.bool)
 
+    @abstractmethod
     def example_cond(self, rows: int) -> dict[str, Tensor]:
         """Conditioning of `rows` of the longest texts, on the meta device: shapes alone, for estimates of memory."""
-        raise NotImplementedError
+
+    def check_guidance(self, guidance: float) -> None:
+        """Raise UserError for classifier-free guidance that this model does not take."""
 
     def guide(self, negative: Tensor, positive: Tensor, guidance: float) -> Tensor:
         """Velocity under classifier-free guidance > 1, of the float32 ones for negative and positive prompt."""

@@ -95,8 +95,7 @@ class Flux2Klein(Flux2):
     def embedded_guidance(self, x: Tensor) -> None:
         return None
 
-    def guide(self, negative: Tensor, positive: Tensor, guidance: float) -> Tensor:
-        """As of the base class. Raises UserError for a distilled model, where the pipeline passes guidance by."""
-        if self.pipeline.config.get("is_distilled"):
+    def check_guidance(self, guidance: float) -> None:
+        # The pipeline passes guidance by for a distilled model.
+        if guidance > 1 and self.pipeline.config.get("is_distilled"):
             raise UserError("this model is distilled and takes no classifier-free guidance; set guidance to 1")
-        return super().guide(negative, positive, guidance)

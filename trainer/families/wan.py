@@ -48,6 +48,7 @@ class Wan(Family):
     PIPELINE = "WanPipeline"
     TRANSFORMER = "WanTransformer3DModel"
     VAE_DTYPE = torch.float32
+    VIDEO = True
 
     def __init__(self, pipeline: Any, options: LoadOptions) -> None:
         super().__init__(pipeline, options)
@@ -56,8 +57,11 @@ class Wan(Family):
 
     @classmethod
     def load_transformer(cls, path: str, options: LoadOptions) -> dict[str, Any]:
-        """One or two; options.transformer_file is that of the one that is trained."""
-        from diffusers import WanTransformer3DModel
+        """One or two, options.transformer_file in place of the one that is trained; and the VAE.
+
+        The pipeline would load the VAE in the dtype of the rest, which rounds its weights.
+        """
+        from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
         from . import read_json
 
@@ -65,10 +69,12 @@ class Wan(Family):
         if read_json(path, "model_index.json").get("boundary_ratio") is not None:
             names.append("transformer_2")
         its_own = replace(options, transformer_file=None)
-        return {
+        loaded = {
             name: cls.load_one(WanTransformer3DModel, path, name, options if name == trained_name(options) else its_own)
             for name in names
         }
+        vae = AutoencoderKLWan.from_pretrained(path, subfolder="vae", torch_dtype=cls.VAE_DTYPE, use_safetensors=True)
+        return loaded | {"vae": vae}
 
     @classmethod
     def without_transformer(cls, path: str) -> dict[str, Any]:
