@@ -259,6 +259,13 @@ def test_an_expert_of_a_model_without_is_refused(small):
         load(small, expert="low", parts="encoders")
 
 
+def test_the_vae_keeps_its_weights_in_float32(small):
+    family = load_family(str(small), torch.bfloat16, CPU, parts="denoiser")
+    assert family.transformer.proj_out.weight.dtype == torch.bfloat16
+    for name, value in load(small).pipeline.vae.state_dict().items():
+        assert torch.equal(family.pipeline.vae.state_dict()[name], value)
+
+
 # ----- layers of the published models
 
 
@@ -294,7 +301,7 @@ def in_comfyui():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_layers_of_published_sizes(in_comfyui, name):
+def test_layers_of_published_sizes_in_comfyui(in_comfyui, name):
     """Trainer and node name the same layers, none is left over, and diffusers' loader takes a file of all of them."""
     with torch.device("meta"):
         transformer = WanTransformer3DModel(**PUBLISHED[name])
