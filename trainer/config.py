@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from sfgrpo.config import GRPOConfig
-from sfgrpo.rewards import get_reward
+from sfgrpo.rewards import PATH_SETTINGS, mix
 from sfgrpo.shapes import MODEL_DIR
 
 from .errors import UserError
@@ -189,8 +189,8 @@ class EvalConfig:
     file: Path | None = None
     """Prompt file of held-out prompts; None evaluates on the first training prompts. Scores are also reported by the
     field `tag` of a .jsonl file. Relative to the run file."""
-    rewards: dict[str, float] | None = None
-    """Name -> weight of the rewards to evaluate; None takes the trained ones. Their weighted sum chooses `best`."""
+    rewards: dict[str, Any] | None = None
+    """The rewards to evaluate, as in `[rewards]`; None takes the trained ones. Their weighted sum chooses `best`."""
     every: int = 20
     """Iterations between evaluations; there is also one at the start and one at the end."""
     images_per_prompt: int = 1
@@ -224,8 +224,9 @@ class RunConfig:
 
     model: ModelConfig
     prompts: PromptsConfig
-    rewards: dict[str, float]
-    """`[rewards]`: name -> weight; what is trained is the weighted sum."""
+    rewards: dict[str, Any]
+    """`[rewards]`: name -> weight, or name -> table of `weight`, settings of the reward, and `kind` where the name is
+    another than the reward's. What is trained is the weighted sum."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -251,10 +252,11 @@ class RunConfig:
         for table, names in (("rewards", self.rewards), ("eval.rewards", self.eval.rewards)):
             if names is not None and not names:
                 raise ValueError(f"{table} names no reward")
-            for name, weight in (names or {}).items():
-                get_reward(name)
-                if not math.isfinite(weight):
-                    raise ValueError(f"the weight of {table}.{name} must be finite")
+            for name, value in (names or {}).items():
+                try:
+                    mix({name: value})
+                except ValueError as error:
+                    raise ValueError(f"{table}.{name}: {error}") from None
         updates, prompts = self.grpo.updates, self.prompts.per_iteration
         if updates > prompts:
             raise ValueError(
@@ -302,10 +304,18 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
     for name, value in parse_overrides(overrides).items():
         table = data
         *tables, last = name.split(".")
+        reward = name.startswith(("rewards.", "eval.rewards."))
         for key in tables:
-            table = table.setdefault(key, {})
+            inner = table.setdefault(key, {})
+            if reward and isinstance(inner, (int, float)):
+                inner = table[key] = {"weight": inner}
+            table = inner
             if not isinstance(table, dict):
                 raise UserError(f"{path}: {key} must be a table")
+        if reward and isinstance(table.get(last), dict) and not isinstance(value, dict):
+            table, last = table[last], "weight"
+        if reward:
+            value = _reward_paths(value, last, Path.cwd())
         table[last] = os.path.abspath(Path(value).expanduser()) if name in PATHS and value else value
     config = validate(data, str(path))
     return _resolve(config, path.parent)
@@ -372,9 +382,22 @@ def _resolve(config: RunConfig, folder: Path) -> RunConfig:
         config,
         model=model,
         prompts=dataclasses.replace(config.prompts, file=absolute(config.prompts.file)),
+        rewards=_reward_paths(config.rewards, "", folder),
         lora=dataclasses.replace(config.lora, continue_from=absolute(config.lora.continue_from)),
-        eval=dataclasses.replace(config.eval, file=absolute(config.eval.file)),
+        eval=dataclasses.replace(
+            config.eval, file=absolute(config.eval.file), rewards=_reward_paths(config.eval.rewards, "", folder)
+        ),
     )
+
+
+def _reward_paths(value: Any, name: str, folder: Path) -> Any:
+    """A setting of a reward, or a table of them, with files and folders that lie in `folder` as absolute paths."""
+    if isinstance(value, dict):
+        return {k: _reward_paths(v, k, folder) for k, v in value.items()}
+    is_path = (
+        name in PATH_SETTINGS and isinstance(value, str) and value and (folder / Path(value).expanduser()).exists()
+    )
+    return os.path.abspath(folder / Path(value).expanduser()) if is_path else value
 
 
 def to_toml(config: RunConfig) -> str:
@@ -395,6 +418,12 @@ def without_folders(config: RunConfig) -> RunConfig:
     def name(path: Path | None) -> Path | None:
         return None if path is None else Path(path.name)
 
+    def rewards(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: rewards(v, k) for k, v in value.items()}
+        is_path = key in PATH_SETTINGS and isinstance(value, str) and Path(value).exists()
+        return Path(value).name if is_path else value
+
     model = config.model
     if Path(model.path).exists():
         model = dataclasses.replace(model, path=Path(model.path).name)
@@ -403,6 +432,7 @@ def without_folders(config: RunConfig) -> RunConfig:
         config,
         model=model,
         prompts=dataclasses.replace(config.prompts, file=name(config.prompts.file)),
-        eval=dataclasses.replace(config.eval, file=name(config.eval.file)),
+        rewards=rewards(config.rewards),
+        eval=dataclasses.replace(config.eval, file=name(config.eval.file), rewards=rewards(config.eval.rewards)),
         lora=dataclasses.replace(config.lora, continue_from=name(config.lora.continue_from)),
     )

@@ -27,7 +27,7 @@ from sfgrpo.loop import StepwiseGRPO
 from sfgrpo.metrics import plain
 from sfgrpo.pictures import tile
 from sfgrpo.prompts import Prompt, pick_prompts, read_prompts
-from sfgrpo.rewards import check_prompts, mix
+from sfgrpo.rewards import check_prompts, check_rewards, mix
 from sfgrpo.update import set_learning_rate
 
 from .config import RunConfig, to_toml, without_folders
@@ -86,8 +86,13 @@ def check_inputs(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
         (config.rewards, prompts, config.prompts.file),
         (config.eval.rewards or config.rewards, eval_prompts, config.eval.file or config.prompts.file),
     ):
+        score = mix(rewards)
         try:
-            check_prompts(mix(rewards), asked, size)
+            check_rewards(score)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        try:
+            check_prompts(score, asked, size)
         except ValueError as error:
             raise UserError(f"{file}: {error}") from None
     return prompts, eval_prompts[: config.eval.max_prompts]

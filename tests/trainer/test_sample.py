@@ -147,7 +147,7 @@ MISTAKES = {
     "seeds": ([*CIRCLE, "--seeds", "0"], "--seeds must be 1 or more"),
     "steps": ([*CIRCLE, "--steps", "0"], "--steps must be 1 or more"),
     "batch": ([*CIRCLE, "--batch", "0"], "--batch must be 1 or more"),
-    "T5 tokens": ([*CIRCLE, "--max-sequence-length", "-1"], "--max-sequence-length"),
+    "T5 tokens": ([*CIRCLE, "--max-sequence-length", "-1"], "max_sequence_length must be from 0 to 512"),
     "dtype": ([*CIRCLE, "--dtype", "fp8"], "argument --dtype: invalid choice: 'fp8'"),
     "device": ([*CIRCLE, "--device", "abacus"], "device 'abacus' cannot be used"),
     "size": ([*CIRCLE, "--height", "30"], "height"),

@@ -258,8 +258,15 @@ class Family(ABC):
     def example_cond(self, rows: int) -> dict[str, Tensor]:
         """Conditioning of `rows` of the longest texts, on the meta device: shapes alone, for estimates of memory."""
 
+    @property
+    def is_distilled(self) -> bool:
+        """Whether the pipeline passes classifier-free guidance by."""
+        return False
+
     def check_guidance(self, guidance: float) -> None:
-        """Raise UserError for classifier-free guidance that this model does not take."""
+        """Raise UserError for classifier-free guidance of a model that does not take it."""
+        if guidance > 1 and self.is_distilled:
+            raise UserError("this model is distilled and takes no classifier-free guidance; set guidance to 1")
 
     def guide(self, negative: Tensor, positive: Tensor, guidance: float) -> Tensor:
         """Velocity under classifier-free guidance > 1, of the float32 ones for negative and positive prompt."""

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import UserError
 from .base import Family, LoadOptions
 from .flux import LATENT_SIZE, NativeNames, check_size, set_even_times, vae_scale
 
@@ -95,7 +94,6 @@ class Flux2Klein(Flux2):
     def embedded_guidance(self, x: Tensor) -> None:
         return None
 
-    def check_guidance(self, guidance: float) -> None:
-        # The pipeline passes guidance by for a distilled model.
-        if guidance > 1 and self.pipeline.config.get("is_distilled"):
-            raise UserError("this model is distilled and takes no classifier-free guidance; set guidance to 1")
+    @property
+    def is_distilled(self) -> bool:
+        return bool(self.pipeline.config.get("is_distilled"))
