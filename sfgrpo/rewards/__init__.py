@@ -1,36 +1,40 @@
 """Rewards: `fn(images, prompts, metadata) -> scores`.
 
 images (B, 3, H, W) float32 in [0, 1]; prompts B strings; metadata B mappings (whatever the prompt file gives beside
-the prompt); scores (B,) float. One file each, heavy imports inside the function.
+the prompt); scores (B,) float. One file each, heavy imports inside the function; names and settings are in `registry`.
+
+A reward may have methods beside, all optional: `check()` raises ValueError where its files or packages are not there;
+`check_prompt(prompt, metadata, size)` raises ValueError for what it cannot score, and is asked in place of scoring a
+grey image; `free()` lets its model go.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..prompts import Prompt
-from .jpeg import jpeg_size_reward
-from .shapes import shapes_reward
+from .registry import PATH_SETTINGS, REWARDS, Reward, get_reward, read_term
 
-Reward = Callable[[Tensor, Sequence[str], Sequence[Mapping]], Tensor]
-
-REWARDS: dict[str, Reward] = {
-    "shapes": shapes_reward,
-    "shapes_strict": partial(shapes_reward, mode="strict"),
-    "jpeg_size": jpeg_size_reward,
-}
-
-
-def get_reward(name: str) -> Reward:
-    """The reward of this name. Raises ValueError with the names that exist."""
-    if name not in REWARDS:
-        raise ValueError(f"unknown reward {name!r}; choose one of {', '.join(REWARDS)}")
-    return REWARDS[name]
+__all__ = [
+    "PATH_SETTINGS",
+    "REWARDS",
+    "Mix",
+    "Reward",
+    "ScoreFn",
+    "Scores",
+    "Term",
+    "check_prompts",
+    "check_rewards",
+    "combine",
+    "get_reward",
+    "mix",
+    "number_names",
+    "read_term",
+]
 
 
 @dataclass
@@ -73,31 +77,72 @@ def number_names(terms: Sequence[Term]) -> list[Term]:
     return out
 
 
-def combine(terms: Sequence[Term]) -> ScoreFn:
-    """A function (images, prompts, metadata) -> Scores over any rewards; each keeps its own scores as a part.
+@dataclass(frozen=True)
+class Mix:
+    """A weighted sum of rewards; each keeps its own scores as a part."""
+
+    terms: tuple[Term, ...]
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise ValueError("no reward given; name at least one, with its weight")
+        names = [term.name for term in self.terms]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two rewards have the same name: {', '.join(names)}")
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping]) -> Scores:
+        parts = {term.name: term.fn(images, prompts, metadata).float().cpu() for term in self.terms}
+        return Scores(sum(term.weight * parts[term.name] for term in self.terms), parts)
+
+    def check(self) -> None:
+        """Raise ValueError, naming the reward, where its files or packages are not there."""
+        for term in self.terms:
+            if hasattr(term.fn, "check"):
+                try:
+                    term.fn.check()
+                except ValueError as error:
+                    raise ValueError(f"reward {term.name}: {error}") from None
+
+    def check_prompt(self, prompt: str, metadata: Mapping, size: tuple[int, int]) -> None:
+        """Raise ValueError for a prompt or a size (height, width) that a reward cannot score."""
+        for term in self.terms:
+            if hasattr(term.fn, "check_prompt"):
+                term.fn.check_prompt(prompt, metadata, size)
+            else:
+                term.fn(torch.full((1, 3, *size), 0.5), [prompt], [metadata])
+
+    def free(self) -> None:
+        """Let all models of the rewards go."""
+        for term in self.terms:
+            if hasattr(term.fn, "free"):
+                term.fn.free()
+
+
+def combine(terms: Sequence[Term]) -> Mix:
+    """A function (images, prompts, metadata) -> Scores over any rewards.
 
     Raises ValueError for no term, or for two of one name (`number_names` tells them apart).
     """
-    terms = tuple(terms)
-    if not terms:
-        raise ValueError("no reward given; name at least one, with its weight")
-    names = [term.name for term in terms]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two rewards have the same name: {', '.join(names)}")
-
-    def score(images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping]) -> Scores:
-        parts = {term.name: term.fn(images, prompts, metadata).float().cpu() for term in terms}
-        return Scores(sum(term.weight * parts[term.name] for term in terms), parts)
-
-    return score
+    return Mix(tuple(terms))
 
 
-def mix(weights: Mapping[str, float]) -> ScoreFn:
-    """`combine` over the named rewards.
+def mix(rewards: Mapping[str, float | Mapping]) -> Mix:
+    """`combine` over rewards as a run file names them.
 
-    weights: name -> weight. Raises ValueError for an unknown name or an empty mapping.
+    rewards: name -> weight, or name -> table of settings (`read_term`). Raises ValueError for an unknown name or
+    setting, or an empty mapping.
     """
-    return combine([Term(name, get_reward(name), weight) for name, weight in weights.items()])
+    terms = []
+    for name, value in rewards.items():
+        fn, weight = read_term(name, value)
+        terms.append(Term(name, fn, weight))
+    return combine(terms)
+
+
+def check_rewards(score: ScoreFn) -> None:
+    """Raise ValueError, naming the reward, where files or packages of a `Mix` are not there; loads no weights."""
+    if isinstance(score, Mix):
+        score.check()
 
 
 def check_prompts(
@@ -106,10 +151,15 @@ def check_prompts(
     size: tuple[int, int],
     on_prompt: Callable[[], None] = lambda: None,
 ) -> None:
-    """Raise ValueError for a prompt or a size (height, width) that a reward cannot score, by scoring grey images.
+    """Raise ValueError for a prompt or a size (height, width) that a reward cannot score.
 
-    on_prompt comes before each different prompt and may raise to stop.
+    Rewards that have no `check_prompt` are asked with grey images. on_prompt comes before each different prompt and may
+    raise to stop.
     """
+    check_rewards(score)
     for prompt in {p.text: p for p in prompts}.values():
         on_prompt()
-        score(torch.full((1, 3, *size), 0.5), [prompt.text], [dict(prompt.metadata)])
+        if isinstance(score, Mix):
+            score.check_prompt(prompt.text, dict(prompt.metadata), size)
+        else:
+            score(torch.full((1, 3, *size), 0.5), [prompt.text], [dict(prompt.metadata)])
