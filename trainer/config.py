@@ -189,7 +189,7 @@ class EvalConfig:
     file: Path | None = None
     """Prompt file of held-out prompts; None evaluates on the first training prompts. Scores are also reported by the
     field `tag` of a .jsonl file. Relative to the run file."""
-    rewards: dict[str, Any] | None = None
+    rewards: dict | None = None
     """The rewards to evaluate, as in `[rewards]`; None takes the trained ones. Their weighted sum chooses `best`."""
     every: int = 20
     """Iterations between evaluations; there is also one at the start and one at the end."""
@@ -224,7 +224,7 @@ class RunConfig:
 
     model: ModelConfig
     prompts: PromptsConfig
-    rewards: dict[str, Any]
+    rewards: dict
     """`[rewards]`: name -> weight, or name -> table of `weight`, settings of the reward, and `kind` where the name is
     another than the reward's. What is trained is the weighted sum."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
