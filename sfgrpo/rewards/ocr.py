@@ -24,15 +24,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     import numpy as np
-
-MATCHES = ("similarity", "exact", "substring")
 
 INSTALL = 'pip install "rapidocr>=3.10,<4" "onnxruntime>=1.17" "rapidfuzz>=3.6"'
 
@@ -58,7 +56,7 @@ def quoted(prompt: str) -> list[str]:
 
 
 def targets(prompt: str, metadata: Mapping) -> list[str]:
-    """The strings that a picture of this prompt must show. Raises ValueError that names the prompt where it has none."""
+    """The strings that a picture must show. Raises ValueError, naming the prompt, where it asks for none."""
     given = metadata.get("text")
     if given is None:
         strings = quoted(prompt)
@@ -125,15 +123,15 @@ def reading_order(boxes: np.ndarray) -> list[int]:
     return [i for row in rows for i in sorted(row, key=lambda k: left[k])]
 
 
-@dataclass(frozen=True)
-class OcrReward:
-    """Score of the text in each picture, in [0, 1]; runs on the CPU.
+@dataclass(frozen=True, kw_only=True)
+class OCR:
+    """`[rewards] ocr`: score of the text in each picture, in [0, 1]; runs on the CPU.
 
     Raises ValueError for a prompt without text to read, for a letter that the recogniser does not know, and where
     rapidocr is not installed.
     """
 
-    match: str = "similarity"
+    match: Literal["similarity", "exact", "substring"] = "similarity"
     """`similarity`: the similarity of the module's docstring. `exact`: 1 where nothing differs, else 0. `substring`: 1
     where the string occurs in what was read, else the similarity; a picture full of text passes it too."""
     case: bool = False
@@ -143,29 +141,40 @@ class OcrReward:
     detect_side: int = 736
     """Pixels; pictures whose shorter side is less are enlarged to it for the detector. Less is faster, and misses
     small text."""
-    recogniser: str = ""
+    model: str = ""
     """An .onnx file of another PaddleOCR recogniser that holds its alphabet, for scripts that rapidocr's own lacks: it
     reads Latin, Chinese and Japanese. "" is its own."""
     threads: int = 0
     """Of the CPU; 0 is as many as torch uses, but at most 4: a recogniser this small gains nothing from more."""
 
     def __post_init__(self) -> None:
-        if self.match not in MATCHES:
-            raise ValueError(f"match must be one of {', '.join(MATCHES)}, not {self.match!r}")
+        if self.match not in ("similarity", "exact", "substring"):
+            raise ValueError(f"match must be similarity, exact or substring, not {self.match!r}")
         if not 0 <= self.min_confidence <= 1:
             raise ValueError(f"min_confidence must be from 0 to 1, not {self.min_confidence}")
         if self.detect_side < 32:
             raise ValueError(f"detect_side must be at least 32 pixels, not {self.detect_side}")
         if self.threads < 0:
             raise ValueError(f"threads must be 0 (as many as torch uses, at most 4) or more, not {self.threads}")
-        if self.recogniser and not Path(self.recogniser).is_file():
-            raise ValueError(f"recogniser must be an .onnx file; there is none at {self.recogniser!r}")
+        if self.model and not Path(self.model).expanduser().is_file():
+            raise ValueError(f"model must be an .onnx file; there is none at {self.model}")
+
+    def check(self) -> None:
+        """Raise ValueError where rapidocr is not installed."""
+        self._engine  # noqa: B018
+
+    def check_prompt(self, prompt: str, metadata: Mapping, size: tuple[int, int]) -> None:
+        """Raise ValueError for a prompt without text to read, or with letters that the recogniser does not know."""
+        self._targets(prompt, metadata)
+
+    def free(self) -> None:
+        """Let the models go; the next call loads them again."""
+        self.__dict__.pop("_engine", None)
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping] | None = None) -> Tensor:
         """Score (B, 3, H, W) float32 pictures in [0, 1]; returns (B,) float32 in [0, 1]."""
-        asked = [targets(p, m or {}) for p, m in zip(prompts, metadata or [{}] * len(prompts), strict=True)]
-        for prompt, strings in zip(prompts, asked, strict=True):
-            self._check_alphabet(prompt, strings)
+        metadata = [{}] * len(prompts) if metadata is None else metadata
+        asked = [self._targets(p, m) for p, m in zip(prompts, metadata, strict=True)]
         pixels = (images.detach().float().clamp(0, 1) * 255).round().byte().cpu().movedim(1, -1).numpy()
         scores = [
             credit(self.read(picture), strings, self.match, self.case)
@@ -176,7 +185,7 @@ class OcrReward:
     def read(self, picture: np.ndarray) -> list[str]:
         """The lines of text in an (H, W, 3) uint8 RGB picture, in reading order."""
         if picture.min() == picture.max():
-            return []  # The grey images of `check_prompts`: thousands of prompts are checked before a run.
+            return []
         result = self._engine(picture[..., ::-1].copy())
         return [] if result.txts is None else [result.txts[i] for i in reading_order(result.boxes)]
 
@@ -196,19 +205,21 @@ class OcrReward:
             "EngineConfig.onnxruntime.intra_op_num_threads": self.threads or min(4, torch.get_num_threads()),
             "EngineConfig.onnxruntime.inter_op_num_threads": 1,
         }
-        if self.recogniser:
-            params["Rec.model_path"] = self.recogniser
+        if self.model:
+            params["Rec.model_path"] = str(Path(self.model).expanduser())
         return RapidOCR(params=params)
 
     @cached_property
     def _alphabet(self) -> frozenset[str]:
         return frozenset(self._engine._load_rec_model().postprocess_op.character)
 
-    def _check_alphabet(self, prompt: str, strings: Sequence[str]) -> None:
+    def _targets(self, prompt: str, metadata: Mapping) -> list[str]:
+        strings = targets(prompt, metadata)
         letters = {c for c in unicodedata.normalize("NFKC", "".join(strings)) if c.isalnum()}
         unknown = sorted(c for c in letters if self._alphabet.isdisjoint((c, c.lower(), c.upper())))
         if unknown:
             raise ValueError(
                 f"the recogniser does not know {' '.join(unknown)} of prompt {prompt!r}; leave the prompt out, or set "
-                f"`recogniser` to a model that reads its script"
+                f"`model` to a recogniser that reads its script"
             )
+        return strings

@@ -37,10 +37,12 @@ REWARDS: dict[str, str | Reward] = {
     "aesthetic": "aesthetic:Aesthetic",
     "hps_v2": "hps_v2:HPSv2",
     "image_reward": "image_reward:ImageReward",
+    "ocr": "ocr:OCR",
+    "geneval": "geneval:GenEval",
 }
 """Name -> function, or "module:attribute" of this package, imported when it is first asked for."""
 
-PATH_SETTINGS = ("model", "head", "weights", "tokenizer")
+PATH_SETTINGS = ("model", "head", "weights", "tokenizer", "clip")
 """Settings of any reward that may name a file or folder: a run file may give them relative to itself."""
 
 _made: WeakValueDictionary[str, Any] = WeakValueDictionary()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfgrpo.rewards.ocr import OcrReward, credit, normalise, quoted, reading_order, targets
+from sfgrpo.rewards.ocr import OCR, credit, normalise, quoted, reading_order, targets
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_bad_text_names_the_prompt(text):
 def test_prompt_without_text_is_named():
     grey = torch.full((1, 3, 64, 64), 0.5)
     with pytest.raises(ValueError, match="no text to read in prompt 'a blue sign'; put the text in quotation marks"):
-        OcrReward()(grey, ["a blue sign"], [{}])
+        OCR()(grey, ["a blue sign"], [{}])
 
 
 def test_normalise():
@@ -117,18 +117,20 @@ def test_reading_order():
         ("min_confidence", 1.5),
         ("detect_side", 0),
         ("threads", -1),
-        ("recogniser", "/nowhere/model.onnx"),
+        ("model", "/nowhere/model.onnx"),
     ],
 )
 def test_bad_settings_are_named(setting, value):
     with pytest.raises(ValueError, match=setting):
-        OcrReward(**{setting: value})
+        OCR(**{setting: value})
 
 
 def test_missing_package_is_named_with_the_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "rapidocr", None)
     with pytest.raises(ValueError, match=r"needs rapidocr .*pip install \"rapidocr"):
-        OcrReward()(torch.rand(1, 3, 64, 64), ['a "sign"'], [{}])
+        OCR()(torch.rand(1, 3, 64, 64), ['a "sign"'], [{}])
+    with pytest.raises(ValueError, match="needs rapidocr"):
+        OCR().check()
 
 
 def dejavu():
@@ -137,7 +139,7 @@ def dejavu():
 
 
 def japanese():
-    """The font of the package matplotlib-fontja, which itself is not imported: it would change matplotlib's settings."""
+    """The font of matplotlib-fontja, which is not imported: that would change the settings of matplotlib."""
     spec = find_spec("matplotlib_fontja")
     if spec is None:
         pytest.skip("matplotlib-fontja is not installed")
@@ -158,7 +160,7 @@ def draw(*texts, side=256, size=32, font=None):
 @pytest.fixture(scope="module")
 def reward():
     pytest.importorskip("rapidocr", reason="rapidocr is not installed")
-    return OcrReward(detect_side=320)
+    return OCR(detect_side=320)
 
 
 def test_rendered_text(reward):
@@ -175,7 +177,7 @@ def test_rendered_text(reward):
 
 def test_default_settings():
     pytest.importorskip("rapidocr", reason="rapidocr is not installed")
-    assert OcrReward()(draw((5, 30, "OPEN 24/7"), side=128, size=16)[None], ['"Open 24/7"'], [{}]) > 0.9
+    assert OCR()(draw((5, 30, "OPEN 24/7"), side=128, size=16)[None], ['"Open 24/7"'], [{}]) > 0.9
 
 
 def test_case_and_match(reward):
@@ -218,13 +220,30 @@ def test_chinese_and_japanese(reward):
 
 def test_letters_that_the_model_does_not_know_are_named(reward):
     grey = torch.full((1, 3, 64, 64), 0.5)
-    with pytest.raises(ValueError, match="does not know П в е и р т of prompt 'a sign “Привет”'.*recogniser"):
+    with pytest.raises(ValueError, match="does not know П в е и р т of prompt 'a sign “Привет”'.*set `model`"):
         reward(grey, ["a sign “Привет”"], [{}])
+    with pytest.raises(ValueError, match="does not know П"):
+        reward.check_prompt("a sign “Привет”", {}, (64, 64))
+
+
+def test_before_a_run(reward):
+    reward.check()
+    reward.check_prompt('a "sign"', {}, (64, 64))
+    with pytest.raises(ValueError, match="no text to read"):
+        reward.check_prompt("a sign", {}, (64, 64))
+
+
+def test_models_are_loaded_again_after_free(reward):
+    image = draw((20, 40, "Hello"))[None]
+    assert reward(image, ['"Hello"'], [{}]) == 1
+    reward.free()
+    assert "_engine" not in vars(reward)
+    assert reward(image, ['"Hello"'], [{}]) == 1
 
 
 def test_another_recogniser(reward):
     import rapidocr
 
     [own] = Path(rapidocr.__file__).parent.glob("models/*rec*.onnx")
-    other = OcrReward(recogniser=str(own), detect_side=320, threads=1)
+    other = OCR(model=str(own), detect_side=320, threads=1)
     assert other(draw((20, 40, "Hello"))[None], ['"Hello"'], [{}]) == 1
