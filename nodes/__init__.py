@@ -13,6 +13,7 @@ class StepwiseGRPOExtension(ComfyExtension):
     """All nodes of the pack."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        from .lora_doctor import LoRADoctor
         from .preview import TweediePreview
         from .rewards import JPEGSizeReward, RewardMix, ScoreImages, ShapesReward
         from .sampler import SDESampler
@@ -30,4 +31,5 @@ class StepwiseGRPOExtension(ComfyExtension):
             ScoreImages,
             TweediePreview,
             TrainLoRA,
+            LoRADoctor,
         ]

@@ -15,6 +15,7 @@ import folder_paths
 from torch import Tensor
 
 from ..sfgrpo.export import save_lora
+from ..sfgrpo.lora_file import LoRAFile, read_lora
 from ..sfgrpo.prompts import SUFFIXES as PROMPT_SUFFIXES
 from ..sfgrpo.prompts import Prompt, read_prompts
 
@@ -87,17 +88,11 @@ def lora_files() -> list[str]:
     return [name for name in folder_paths.get_filename_list("loras") if name.lower().endswith(".safetensors")]
 
 
-def read_lora_file(name: str) -> dict[str, Tensor]:
-    """Tensors of a file of the lora folders. Raises ValueError where it is not in the list or damaged."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+def read_lora_file(name: str) -> LoRAFile:
+    """A file of the lora folders. Raises ValueError where it is not in the list, damaged or no LoRA."""
     if name not in lora_files():
         raise ValueError(f"LoRA file {name!r} is not in the loras folders; choose one of the list")
-    try:
-        return load_file(folder_paths.get_full_path_or_raise("loras", name))
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"LoRA file {name} cannot be read: {error}") from None
+    return read_lora(folder_paths.get_full_path_or_raise("loras", name), name)
 
 
 def stamps(prompt_file: str, lora_file: str) -> str:

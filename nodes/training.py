@@ -7,7 +7,7 @@ that equal settings give equal LoRAs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from ..sfgrpo.evaluate import Evaluation, evaluate
 from ..sfgrpo.export import fold
 from ..sfgrpo.loop import StepwiseGRPO
 from ..sfgrpo.lora import TARGETS, choose_targets
+from ..sfgrpo.lora_convert import factors_named
+from ..sfgrpo.lora_file import LoRAFile
 from ..sfgrpo.pictures import tile
 from ..sfgrpo.prompts import Prompt, pick_prompts
 from ..sfgrpo.update import set_learning_rate
@@ -253,59 +255,40 @@ class Training:
         return self.saved[kind]
 
 
-def training_lora(model, settings: Settings, continue_from: dict[str, Tensor] | None = None) -> LoRA:
-    """The LoRA to train on a MODEL: fresh, or with the tensors of a LoRA file.
+def training_lora(model, settings: Settings, continue_from: LoRAFile | None = None) -> LoRA:
+    """The LoRA to train on a MODEL: fresh, or with the factors of a LoRA file of any dialect.
 
     Raises ValueError for a model without layers of the chosen kind, and for a file that does not fit.
     """
     rank, alpha = settings.rank, settings.alpha or settings.rank
     lora = make_lora(model, settings.layers, rank, alpha, settings.seed, settings.adapter, model.load_device)
     if continue_from is not None:
-        given = {_split(key)[0] for key in continue_from if not key.endswith(".alpha")}
-        if given != lora.factors().keys():
-            odd = sorted(given ^ lora.factors().keys())[0]
+        wanted = lora.factors().keys()
+        given = factors_named(continue_from, wanted)
+        if given.keys() != wanted:
+            odd = sorted(given.keys() ^ wanted)[0]
             places = lora_places(model)
-            fitting = [choice for choice in TARGETS if set(choose_targets(places, choice)) == given]
+            fitting = [choice for choice in TARGETS if set(choose_targets(places, choice)) == given.keys()]
             do = f"set layers to {fitting[0]}" if fitting else "choose one that was trained on this model"
             raise ValueError(
                 f"the LoRA to continue from is for other layers than layers = {settings.layers} (first difference: "
                 f"{odd}); {do}"
             )
-        load_factors(lora, continue_from)
+        load_factors(lora, given)
     return lora
 
 
-def load_factors(lora: LoRA, state: dict[str, Tensor]) -> None:
-    """Copy the tensors of a LoRA file of the same layers onto a LoRA.
+def load_factors(lora: LoRA, given: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Copy factors of the same layers, with their scale folded in, onto a LoRA.
 
-    Suffixes lora_A/lora_B and lora_down/lora_up are known, and `.alpha` where it is given. Raises ValueError for a file
-    of another rank.
+    Raises ValueError for those of another rank or width.
     """
-    wanted = lora.factors()
     with torch.no_grad():
-        for name, (a, b) in wanted.items():
-            parts = {_split(key)[1]: value for key, value in state.items() if _split(key)[0] == name}
-            down, up = parts.get("a"), parts.get("b")
-            if down is None or up is None:
-                raise ValueError(f"the LoRA to continue from lacks one of the two factors of {name}; choose another")
+        for name, (a, b) in lora.factors().items():
+            down, up = given[name]
             if down.shape[1:] != a.shape[1:] or up.shape[:1] != b.shape[:1]:
                 raise ValueError(f"the LoRA to continue from is for a model of another width than {name} has")
             if down.shape != a.shape or up.shape != b.shape:
                 raise ValueError(f"the LoRA to continue from has rank {len(down)}; set rank to {len(down)}")
-            alpha = state.get(f"{name}.alpha")
-            scale = 1.0 if alpha is None else float(alpha) / len(down)
-            a.copy_(down.float())
-            b.copy_(up.float() * (scale / lora.scale))
-
-
-def _split(key: str) -> tuple[str, str]:
-    """(layer, a or b) of a key of a LoRA file; an unknown one is its own layer."""
-    for suffix, part in (
-        (".lora_A.weight", "a"),
-        (".lora_B.weight", "b"),
-        (".lora_down.weight", "a"),
-        (".lora_up.weight", "b"),
-    ):
-        if key.endswith(suffix):
-            return key.removesuffix(suffix), part
-    return key, ""
+            a.copy_(down)
+            b.copy_(up / lora.scale)

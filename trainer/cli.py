@@ -1,4 +1,4 @@
-"""The command line: `sfgrpo demo | train | sample | selftest`."""
+"""The command line: `sfgrpo demo | train | sample | lora | selftest`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ USAGE = """usage: sfgrpo COMMAND ...
   sfgrpo train RUN.toml [--out DIR] [...]  train by a run file; `sfgrpo train --help` lists all settings
   sfgrpo train RUN.toml --dry-run          what would be loaded and done, and the memory it needs
   sfgrpo sample --model M [...]            make images, with or without a LoRA; `sfgrpo sample --help`
+  sfgrpo lora inspect FILE                 what a LoRA file is, and what ComfyUI and diffusers make of it
+  sfgrpo lora convert FILE OUT [...]       write it so that both load it at strength 1.0; `sfgrpo lora --help`
+  sfgrpo lora merge OUT FILE[:WEIGHT] ...  the sum of several LoRAs of one model
   sfgrpo selftest [--model M]              check the mathematics on this machine, green or red
   sfgrpo --version
 """
@@ -27,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     # What libraries warn of when they are imported (torchao, bitsandbytes) is not for who trains.
     logging.disable(logging.WARNING)
-    commands = {"demo": demo, "train": train, "sample": sample, "selftest": selftest}
+    commands = {"demo": demo, "train": train, "sample": sample, "lora": lora, "selftest": selftest}
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
             print(USAGE, end="")
@@ -146,6 +149,13 @@ def sample(arguments: list[str]) -> int:
     from .sample import main as sample_main
 
     return sample_main(arguments)
+
+
+def lora(arguments: list[str]) -> int:
+    """`sfgrpo lora inspect | convert | merge`."""
+    from .lora import main as lora_main
+
+    return lora_main(arguments)
 
 
 def selftest(arguments: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from sfgrpo.export import fold
 from sfgrpo.lora import init_factors
+from sfgrpo.lora_convert import factors_named
+from sfgrpo.lora_file import read_lora as read_file
 from sfgrpo.prompts import Prompt
 
 from .config import LoRAConfig
@@ -143,24 +145,20 @@ def lora_state(family: Family, dtype: torch.dtype = torch.float32) -> dict[str, 
     return fold(factors, scale_of(family), dtype)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+def _read(path: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
+    """A file of any dialect as canonical tensors, float32, its scale folded in. wanted: names of the model's layers."""
     try:
-        return load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"LoRA file {path} does not exist") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"LoRA file {path} cannot be read: {error}") from None
+        return fold(factors_named(read_file(path), wanted), 1.0, torch.float32)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def load_lora(family: Family, path: Path) -> None:
-    """Load any LoRA file that diffusers knows onto the transformer, at strength 1.0.
+    """Load a LoRA file of any dialect onto the transformer, at strength 1.0.
 
     Raises UserError where it is missing, damaged or does not fit the model.
     """
-    state = _read(path)
+    state = _read(path, ())
     try:
         family.pipeline.load_lora_weights(state, adapter_name=ADAPTER)
     except (ValueError, RuntimeError, KeyError) as error:
@@ -170,12 +168,12 @@ def load_lora(family: Family, path: Path) -> None:
 
 
 def read_lora(family: Family, path: Path) -> None:
-    """Copy a LoRA file that this trainer wrote onto the adapter.
+    """Copy a LoRA file of any dialect onto the adapter.
 
     Raises UserError where it is missing, damaged, of another rank or of other modules.
     """
-    state = _read(path)
     wanted = lora_state(family)
+    state = _read(path, {key.removesuffix(".lora_A.weight") for key in wanted if key.endswith(".lora_A.weight")})
     if state.keys() != wanted.keys():
         odd = sorted(state.keys() ^ wanted.keys())[0]
         raise UserError(f"LoRA file {path} is for other modules than lora.targets names (first difference: {odd})")

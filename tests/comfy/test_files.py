@@ -131,7 +131,7 @@ def test_a_lora_of_other_shapes(server, graph):
             {key: value.repeat(1, 2) if "lora_A" in key else value for key, value in lora.items()},
             "is for a model of another width than transformer.transformer_blocks.0.attn.",
         ),
-        ("empty.safetensors", {}, "is for other layers"),
+        ("empty.safetensors", {}, "LoRA file empty.safetensors holds no LoRA: it is empty"),
     ):
         save_file({k: v.contiguous() for k, v in change.items()}, server.base / "models" / "loras" / name)
         again = Graph(server)

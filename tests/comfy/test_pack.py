@@ -7,6 +7,7 @@ def test_every_node_is_registered(server):
     assert ours == {
         "SFGRPO_FlowSigmas",
         "SFGRPO_JPEGSizeReward",
+        "SFGRPO_LoRADoctor",
         "SFGRPO_LoadShapesDemo",
         "SFGRPO_RewardMix",
         "SFGRPO_SDESampler",

@@ -1,0 +1,80 @@
+"""LoRA Doctor: what a LoRA file is, what loads of it, and the same LoRA in a form that loads everywhere."""
+
+from __future__ import annotations
+
+import torch
+from comfy_api.latest import io, ui
+
+from ..sfgrpo.lora_convert import convert
+from ..sfgrpo.lora_doctor import report
+from .compat import make
+from .files import NONE, Checkpoints, lora_files, read_lora_file, safe_name, stamps
+from .pictures import show_text
+
+DTYPES = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LoRADoctor(io.ComfyNode):
+    """Examines a LoRA file and repairs it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return make(
+            io.Schema,
+            node_id="SFGRPO_LoRADoctor",
+            display_name="LoRA Doctor",
+            category="model/training",
+            description="Says what a LoRA file is, who wrote it, and what ComfyUI and diffusers load of it and how "
+            "strongly; and writes it so that both load it at strength 1.0.",
+            search_aliases=["convert LoRA", "inspect LoRA", "lora key not loaded", "kohya", "peft", "alpha", "rank"],
+            hidden=[io.Hidden.unique_id],
+            is_output_node=True,
+            # Of two nodes with equal inputs ComfyUI would run one, and the other would show no report.
+            not_idempotent=True,
+            inputs=[
+                io.Combo.Input(
+                    "lora_file",
+                    options=[NONE, *lora_files()],
+                    tooltip="A .safetensors file of the loras folders. Press R to see new ones.",
+                ),
+                io.String.Input(
+                    "name",
+                    default="",
+                    placeholder="fixed_lora",
+                    tooltip="The fixed LoRA is saved as output/loras/<name>_<number>_fixed.safetensors, and never over "
+                    "another file. Empty saves nothing.",
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=list(DTYPES),
+                    default="same",
+                    tooltip="Precision of the fixed LoRA; same keeps the file's.",
+                ),
+            ],
+            outputs=[
+                io.String.Output("report", display_name="report", tooltip="What the file is, in words."),
+                io.Custom("LORA_MODEL").Output(
+                    "lora", display_name="lora", tooltip="The fixed LoRA, for Load LoRA Model and Save LoRA Weights."
+                ),
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, lora_file=NONE, **inputs) -> str:
+        """What the chosen file holds: its content may change under the same name."""
+        return stamps(NONE, lora_file)
+
+    @classmethod
+    def execute(cls, lora_file: str, name: str, dtype: str) -> io.NodeOutput:
+        if lora_file == NONE:
+            raise ValueError("choose a lora_file; it lists the .safetensors files of the loras folders")
+        if name.strip():
+            safe_name(name)
+        with torch.no_grad():
+            file = read_lora_file(lora_file)
+            text = report(file).text()
+            state, metadata = convert(file, DTYPES[dtype])
+        if name.strip():
+            text += f"\nsaved: {Checkpoints(name).save('fixed', state, metadata)}"
+        show_text(cls, text)
+        return io.NodeOutput(text, state, ui=ui.PreviewText(text))

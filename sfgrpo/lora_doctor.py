@@ -1,0 +1,127 @@
+"""The LoRA doctor: what a LoRA file is, what ComfyUI and diffusers make of it at strength 1.0, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .lora_convert import Read, understand, warnings
+from .lora_file import LoRAFile
+from .lora_loaders import Verdict, in_comfyui, in_diffusers
+
+SHOWN = 3
+"""Layers of a kind that are named; all are counted."""
+
+
+@dataclass
+class Report:
+    """What the doctor says of a file."""
+
+    name: str
+    family: str
+    """Title of the model family."""
+    also: list[str]
+    """Families whose LoRAs look the same."""
+    dialect: str
+    """Who writes such files."""
+    ranks: list[int]
+    layers: int
+    alpha: str
+    """Where alpha stands."""
+    scales: list[float]
+    """What B A is multiplied by, each once."""
+    comfyui: Verdict
+    diffusers: Verdict
+    left_out: list[str]
+    """What a conversion leaves out, a sentence each."""
+
+    @property
+    def healthy(self) -> bool:
+        """Both load all of it at its true strength."""
+        return all(not v.fails and all(_is_one(r) for r in v.ratios) for v in (self.comfyui, self.diffusers))
+
+    def text(self) -> str:
+        """The report in plain words."""
+        also = f" (or {', '.join(self.also)}: the names are the same, and so is the file)" if self.also else ""
+        ranks = "-".join(str(r) for r in dict.fromkeys((self.ranks[0], self.ranks[-1])))
+        scales = " to ".join(f"{s:g}" for s in dict.fromkeys((self.scales[0], self.scales[-1])))
+        lines = [
+            f"{self.name}",
+            f"model: {self.family}{also}",
+            f"written as: {self.dialect}",
+            f"layers: {self.layers}, rank {ranks}",
+            f"alpha: {self.alpha}; its trainer meant B A times {scales}",
+            f"ComfyUI at strength 1.0: {_in_words(self.comfyui)}",
+            f"diffusers at strength 1.0: {_in_words(self.diffusers)}",
+            *self.left_out,
+        ]
+        if self.healthy:
+            lines.append("to do: nothing")
+        else:
+            lines.append("to do: convert it; the result loads in both at 1.0")
+        return "\n".join(lines)
+
+
+def report(file: LoRAFile) -> Report:
+    """Examine a file. Raises ValueError, in a sentence, for what is no LoRA of a known model."""
+    read = understand(file)
+    layers = [layer for layer, _ in read.layers]
+    return Report(
+        name=file.name,
+        family=read.family.title,
+        also=[family.title for family in read.also],
+        dialect=dialect(read),
+        ranks=sorted({layer.rank for layer in layers}),
+        layers=len(layers),
+        alpha=read.scale.where,
+        scales=sorted({round(read.scale.of(layer), 6) for layer in layers}),
+        comfyui=in_comfyui(read),
+        diffusers=in_diffusers(read),
+        left_out=warnings(read),
+    )
+
+
+def dialect(read: Read) -> str:
+    """Who writes such a file, in words."""
+    layer, place = read.layers[0]
+    software = read.file.metadata.get("software", "")
+    if software.startswith("stepwise-grpo"):
+        return f"this project's ({software})"
+    native = any(p.native and not p.name(p.entries[0].diffusers) == la.name for la, p in read.layers)
+    names = "native names" if native else "diffusers' names"
+    if layer.prefix.startswith("base_model."):
+        where = "with its adapter_config.json" if read.file.config else "without its adapter_config.json"
+        return f"raw peft {where}, as Flow-GRPO saves it, {names}"
+    if layer.prefix.startswith("lora_unet_"):
+        return f"kohya (sd-scripts, musubi-tuner), {names} with underscores"
+    if layer.prefix == "lora_transformer_":
+        return f"OneTrainer, {names} with underscores"
+    if layer.prefix == "lycoris_":
+        return f"SimpleTuner or LyCORIS, {names} with underscores"
+    if layer.prefix in ("diffusion_model.", "model.diffusion_model."):
+        return f"ComfyUI or ai-toolkit, {names} behind {layer.prefix}"
+    if layer.prefix == "transformer.":
+        return f"diffusers, {names}, factors called {layer.style}"
+    return f"{names} without a prefix, factors called {layer.style}"
+
+
+def _is_one(ratio: float) -> bool:
+    return abs(ratio - 1) < 1e-4
+
+
+def _in_words(verdict: Verdict) -> str:
+    total = len(verdict.loads) + len(verdict.fails)
+    if not verdict.loads:
+        return f"nothing is loaded: {next(iter(verdict.fails.values()))}"
+    low, high = min(verdict.ratios), max(verdict.ratios)
+    if _is_one(low) and _is_one(high):
+        strength = "at its true strength"
+    else:
+        strength = f"at {low:.3g}{'' if _is_one(low / high) else f' to {high:.3g}'} times its true strength"
+    words = f"{len(verdict.loads)} of {total} layers are loaded, {strength}"
+    reasons: dict[str, list[str]] = {}
+    for layer, why in verdict.fails.items():
+        reasons.setdefault(why, []).append(layer)
+    for why, layers in reasons.items():
+        more = f" and {len(layers) - SHOWN} more" if len(layers) > SHOWN else ""
+        words += f"; not {', '.join(layers[:SHOWN])}{more}: {why}"
+    return words

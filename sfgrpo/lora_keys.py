@@ -1,0 +1,261 @@
+"""The dialects of LoRA files: what a key says, and how large the effect is that its trainer meant.
+
+A layer has a factor A (rank, in), also called down, and B (out, rank), or up. Trainers spell the two in several ways,
+put a prefix before the layer's name (kohya's sd-scripts write the name itself with underscores), and scale by
+alpha / rank. Where alpha stands, in this order:
+
+1. a tensor `<layer>.alpha` (kohya, OneTrainer, musubi);
+2. the metadata's `lora_adapter_metadata`, JSON of a peft configuration (diffusers' own training scripts);
+3. `adapter_config.json` beside the file (raw peft, Flow-GRPO), alpha / sqrt(rank) with use_rslora;
+4. the metadata's ss_network_alpha, lora_alpha, network_alpha or alpha, where it is a number;
+5. nowhere: the scale is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .lora_file import LoRAFile, check_names
+
+STYLES = {
+    "lora_A": (r"\.lora_A\.weight", r"\.lora_B\.weight"),
+    "lora_A.default": (r"\.lora_A\.default\.weight", r"\.lora_B\.default\.weight"),
+    "lora_A.adapter": (r"\.lora_A\.\w+\.weight", r"\.lora_B\.\w+\.weight"),
+    "lora_A without weight": (r"\.lora_A", r"\.lora_B"),
+    "lora_down": (r"\.lora_down\.weight", r"\.lora_up\.weight"),
+    "lora.down": (r"\.lora\.down\.weight", r"\.lora\.up\.weight"),
+    "lora_linear_layer": (r"\.lora_linear_layer\.down\.weight", r"\.lora_linear_layer\.up\.weight"),
+    "_lora.down": (r"_lora\.down\.weight", r"_lora\.up\.weight"),
+}
+"""Spelling -> patterns of the ends of the keys of A and B."""
+
+PREFIXES = (
+    "base_model.model.transformer.",
+    "base_model.model.diffusion_model.",
+    "base_model.model.",
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "transformer.",
+    "lora_unet__",
+    "lora_unet_",
+    "lora_transformer_",
+    "lycoris_",
+    "",
+)
+"""What may stand before a layer's name; the longer ones first."""
+
+TEXT = ("text_encoder", "lora_te", "base_model.model.text_model.", "base_model.model.text_encoder", "conditioner.")
+"""Beginnings of the keys of a text encoder."""
+
+
+@dataclass
+class Layer:
+    """One layer of a file, as it is written there."""
+
+    key: str
+    """Prefix and name."""
+    prefix: str
+    name: str
+    style: str
+    """Of STYLES."""
+    a: Tensor
+    """(rank, in)."""
+    b: Tensor
+    """(out, rank)."""
+    alpha: float | None
+    """Of its alpha tensor, if it has one."""
+    keys: list[str]
+    """All its keys in the file."""
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+@dataclass
+class Parsed:
+    """The keys of a file, sorted."""
+
+    layers: list[Layer] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Key -> why it is no factor of the transformer."""
+
+
+def parse(file: LoRAFile) -> Parsed:
+    """The layers of a file.
+
+    Raises ValueError for a kind of adapter that is no LoRA, a factor that stands alone, ranks that differ, numbers that
+    are not finite, or a file without a layer.
+    """
+    try:
+        check_names(file.tensors)
+    except ValueError as error:
+        raise ValueError(f"LoRA file {file.name} {error}") from None
+    halves: dict[str, dict[str, tuple[str, str]]] = {}
+    alphas, parsed = {}, Parsed()
+    for key in file.tensors:
+        if key.startswith(TEXT):
+            parsed.left_out[key] = "of a text encoder"
+        elif key.endswith(".alpha"):
+            alphas[key.removesuffix(".alpha")] = key
+        else:
+            base, style, part = _split(key)
+            if part:
+                if part in halves.setdefault(base, {}):
+                    raise ValueError(f"LoRA file {file.name} has two factors {part} for {base}; choose another")
+                halves[base][part] = (key, style)
+            else:
+                parsed.left_out[key] = _other(key)
+    for base, parts in halves.items():
+        if parts.keys() != {"A", "B"} or parts["A"][1] != parts["B"][1]:
+            raise ValueError(f"LoRA file {file.name} lacks one of the two factors of {base}; get it again")
+        keys = [parts["A"][0], parts["B"][0]]
+        a, b = (file.tensors[k] for k in keys)
+        if base in alphas:
+            keys.append(alphas.pop(base))
+        if (a.ndim > 2 and math.prod(a.shape[2:]) > 1) or (b.ndim > 2 and math.prod(b.shape[2:]) > 1):
+            parsed.left_out |= dict.fromkeys(keys, "of a convolution")
+            continue
+        a, b = _matrix(a, keys[0], file), _matrix(b, keys[1], file)
+        if a.shape[0] != b.shape[1] or not a.shape[0]:
+            raise ValueError(
+                f"LoRA file {file.name} has factors of ranks {a.shape[0]} and {b.shape[1]} for {base}; get it again"
+            )
+        alpha = _alpha(file.tensors[keys[2]], keys[2], file) if len(keys) == 3 else None
+        prefix = next(p for p in PREFIXES if base.startswith(p))
+        parsed.layers.append(Layer(base, prefix, base[len(prefix) :], parts["A"][1], a, b, alpha, keys))
+    parsed.left_out |= dict.fromkeys(alphas.values(), "an alpha without factors")
+    if not parsed.layers:
+        key, why = next(iter(parsed.left_out.items()))
+        raise ValueError(f"LoRA file {file.name} holds no LoRA of a transformer: {key} is {why}; choose another")
+    return parsed
+
+
+def _split(key: str) -> tuple[str, str, str]:
+    """(layer, style, A or B) of a key; part is empty where it is no factor."""
+    for style, patterns in STYLES.items():
+        for part, pattern in zip("AB", patterns, strict=True):
+            found = re.search(pattern + "$", key)
+            if found:
+                return key[: found.start()], style, part
+    return key, "", ""
+
+
+def _other(key: str) -> str:
+    if key.endswith((".diff", ".diff_b", ".set_weight")):
+        return "a change of a bias or a norm, which is no LoRA factor"
+    if key.endswith(".bias"):
+        return "a bias, which is no LoRA factor"
+    return "no LoRA factor"
+
+
+def _matrix(tensor: Tensor, key: str, file: LoRAFile) -> Tensor:
+    if not tensor.is_floating_point() or tensor.ndim < 2:
+        raise ValueError(f"LoRA file {file.name}: {key} is no matrix of real numbers; get it again")
+    if not torch.isfinite(tensor.float()).all():
+        raise ValueError(f"LoRA file {file.name} is broken: {key} has numbers that are not finite; use an earlier save")
+    return tensor.flatten(1)
+
+
+def _alpha(tensor: Tensor, key: str, file: LoRAFile) -> float:
+    alpha = float(tensor) if tensor.numel() == 1 else math.nan
+    if not math.isfinite(alpha):
+        raise ValueError(f"LoRA file {file.name}: {key} is no number; get it again")
+    return alpha
+
+
+FOLDED = "folded into lora_B"
+"""What our own files say of their alpha."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a file scales its factors."""
+
+    where: str
+    """In words."""
+    kind: str
+    """tensors, diffusers, peft, metadata or none."""
+    alpha: float | None = None
+    """Of the whole file, where it has one."""
+    patterns: tuple[tuple[str, float], ...] = ()
+    """peft's alpha_pattern."""
+    root: bool = False
+    """alpha / sqrt(rank): use_rslora."""
+
+    def of(self, layer: Layer) -> float:
+        """The number that B A is multiplied by."""
+        if self.kind == "tensors":
+            return 1.0 if layer.alpha is None else layer.alpha / layer.rank
+        alpha = next((a for p, a in self.patterns if re.match(rf"(.*\.)?({p})$", layer.name)), self.alpha)
+        return 1.0 if alpha is None else alpha / (math.sqrt(layer.rank) if self.root else layer.rank)
+
+
+def scale_of(file: LoRAFile, layers: list[Layer]) -> Scale:
+    """Where a file's scale stands. Raises ValueError for a peft configuration with DoRA or a damaged one."""
+    if any(layer.alpha is not None for layer in layers):
+        return Scale("alpha tensors in the file", "tensors")
+    config = _diffusers_config(file)
+    if config:
+        return _peft_scale(file, config, "lora_alpha in the file's metadata (lora_adapter_metadata)", "diffusers")
+    if file.config:
+        return _peft_scale(file, file.config, "lora_alpha in adapter_config.json beside the file", "peft")
+    ranks = {layer.rank for layer in layers}
+    for key, rank_key in (
+        ("ss_network_alpha", "ss_network_dim"),
+        ("lora_alpha", "rank"),
+        ("network_alpha", "rank"),
+        ("alpha", "rank"),
+    ):
+        alpha, rank = _number(file.metadata.get(key)), _number(file.metadata.get(rank_key))
+        # A file that was merged or cut to another rank still tells the alpha of the one that it came from.
+        if alpha and (rank is None or ranks == {rank}):
+            return Scale(f"{key} in the file's metadata", "metadata", alpha)
+    if file.metadata.get("alpha") == FOLDED:
+        return Scale("folded into lora_B", "none")
+    return Scale("nowhere, so it is taken as the rank", "none")
+
+
+def _number(value) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _diffusers_config(file: LoRAFile) -> dict:
+    text = file.metadata.get("lora_adapter_metadata")
+    if not text:
+        return {}
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        raise ValueError(f"LoRA file {file.name}: lora_adapter_metadata in its metadata is no JSON table; get it again")
+    return {k.removeprefix("transformer."): v for k, v in table.items() if not k.startswith("text_encoder")}
+
+
+def _peft_scale(file: LoRAFile, config: dict, where: str, kind: str) -> Scale:
+    if config.get("use_dora"):
+        raise ValueError(
+            f"LoRA file {file.name} is a DoRA: its magnitudes cannot be folded into A and B without the weights of the "
+            "base model; use a plain LoRA"
+        )
+    alpha, patterns = _number(config.get("lora_alpha")), config.get("alpha_pattern") or {}
+    numbers = {p: _number(a) for p, a in patterns.items()} if isinstance(patterns, dict) else {"": None}
+    if alpha is None or None in numbers.values():
+        raise ValueError(f"LoRA file {file.name}: the alpha of its peft configuration is no number; get it again")
+    for pattern in numbers:
+        try:
+            re.compile(pattern)
+        except re.error:
+            raise ValueError(f"LoRA file {file.name}: alpha_pattern {pattern[:60]!r} is no pattern") from None
+    return Scale(where, kind, alpha, tuple(numbers.items()), bool(config.get("use_rslora")))
