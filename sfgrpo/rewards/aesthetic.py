@@ -18,8 +18,6 @@ from torch.nn.functional import normalize
 from .models import RewardModel, fill, find_file, linear_head, open_config, open_pretrained, read_weights
 from .pixels import cropped
 
-KINDS = ("clip", "clip_vision_model")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Aesthetic(RewardModel):
@@ -32,26 +30,29 @@ class Aesthetic(RewardModel):
 
     def check(self) -> None:
         super().check()
-        open_config("model", self.model, KINDS)
+        open_config("model", self.model, ["clip"])
         find_file("head", self.head)
 
     def load(self) -> nn.Module:
-        from transformers import CLIPVisionModelWithProjection
+        from transformers import CLIPModel
 
         state = read_weights("head", self.head)
-        open_config("model", self.model, KINDS)
-        clip = open_pretrained(CLIPVisionModelWithProjection, "model", self.model)
-        scorer = _Scorer(clip)
+        open_config("model", self.model, ["clip"])
+        scorer = _Scorer(open_pretrained(CLIPModel, "model", self.model))
         fill(scorer.head, {name.removeprefix("layers."): t for name, t in state.items()}, f"head {self.head}")
         return scorer
 
     def score(self, model: nn.Module, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        pixels = cropped(images, model.clip.config.image_size).to(model.clip.dtype)
-        embedding = model.clip(pixel_values=pixels).image_embeds
+        pixels = cropped(images, model.image_size).to(model.projection.weight.dtype)
+        embedding = model.projection(model.vision(pixel_values=pixels).pooler_output)
         return model.head(normalize(embedding.float(), dim=-1)).squeeze(-1)
 
 
 class _Scorer(nn.Module):
+    """The image side of a CLIPModel and the head; the text side is let go."""
+
     def __init__(self, clip: nn.Module) -> None:
         super().__init__()
-        self.clip, self.head = clip, linear_head(clip.config.projection_dim)
+        self.vision, self.projection = clip.vision_model, clip.visual_projection
+        self.image_size = clip.config.vision_config.image_size
+        self.head = linear_head(clip.config.projection_dim)

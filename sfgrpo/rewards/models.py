@@ -254,9 +254,13 @@ def open_tokenizer(setting: str, value: str, limit: int) -> Tokens:
     from transformers import AutoTokenizer
 
     try:
-        return Tokens(AutoTokenizer.from_pretrained(find_folder(setting, value)), limit)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(find_folder(setting, value))
+        # Without a vocabulary transformers makes an empty tokenizer, to which all words are unknown.
+        if not set(tokenizer("a cat")["input_ids"]) - set(tokenizer.all_special_ids):
+            raise ValueError("its vocabulary is empty")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{setting} {value} has no tokenizer that can be had: {first_line(error)}") from None
+    return Tokens(tokenizer, limit)
 
 
 def linear_head(width: int) -> nn.Sequential:
