@@ -229,6 +229,8 @@ def open_config(setting: str, value: str, kinds: Sequence[str]) -> Any:
     from transformers import AutoConfig
 
     folder = find_folder(setting, value)
+    if Path(folder).is_dir() and not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"folder {value} ({setting}) has no config.json; give that of a transformers model")
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:

@@ -143,13 +143,17 @@ def wrong_folders(clip_folder, tmp_path):
     bert = tmp_path / "bert"
     bert.mkdir()
     (bert / "config.json").write_text('{"model_type": "bert"}')
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "no_such_type"}')
     bare = shutil.copytree(clip_folder, tmp_path / "no_tokenizer")
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
         (bare / name).unlink()
     return {
         tmp_path / "none": r"folder .*none \(model\) does not exist",
         tmp_path / "file": r"model .*file is a file; give the folder of a transformers model, or a hub id",
-        tmp_path / "empty": r"model .*empty is no transformers model that can be had: ",
+        tmp_path / "empty": r"folder .*empty \(model\) has no config.json; give that of a transformers model",
+        broken: r"model .*broken is no transformers model that can be had: ",
         bert: r"model .*bert is a model of type bert; a clip model is needed",
         bare: r"model .*no_tokenizer has no tokenizer that can be had: ",
     }
