@@ -99,11 +99,17 @@ def demo(arguments: list[str]) -> int:
 
 def _dry_run(config) -> int:
     from .dry_run import describe
-    from .run import check_inputs, quiet
+    from .run import check_inputs, check_scoring, quiet
 
-    prompts, eval_prompts = check_inputs(config)
     quiet()
-    print(describe(config, len(prompts), len(eval_prompts)))
+    prompts, eval_prompts = check_inputs(config)
+    report = describe(config, len(prompts), len(eval_prompts))
+    try:
+        check_scoring(config, prompts, eval_prompts)
+    except UserError as error:
+        # The rest is worth knowing before a reward's weights are fetched.
+        report += f"\nrewards     not ready: {error}"
+    print(report)
     return 0
 
 

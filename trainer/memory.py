@@ -106,10 +106,11 @@ def without_weights(config: RunConfig) -> tuple[Family, dict[str, nn.Module]]:
     settings = SimpleNamespace(**{k: v for k, v in index.items() if not isinstance(v, list)})
     parts = {name: built.pop(name) for name in list(built) if not name.startswith(("text_encoder", "tokenizer"))}
     pipeline = SimpleNamespace(config=settings, **parts)
-    for module in parts.values():
+    family = cls(pipeline, options)
+    for name, module in parts.items():
         if isinstance(module, nn.Module):
-            module.to(options.dtype).requires_grad_(False)
-    return cls(pipeline, options), {k: v for k, v in built.items() if isinstance(v, nn.Module)}
+            module.to(dtype_of(family, name)).requires_grad_(False)
+    return family, {k: v for k, v in built.items() if isinstance(v, nn.Module)}
 
 
 class _Flash(torch.autograd.Function):
@@ -146,7 +147,7 @@ def saved_bytes(family: Family, rows: int, guided: bool, shape: tuple[int, ...],
         return x
 
     rows *= 2 if guided else 1
-    x, sigma = torch.empty(rows, *shape, device=META), torch.empty(rows, device=META)
+    x, sigma = torch.ones(rows, *shape, device=META), torch.ones(rows, device=META)
     with flash_attention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         kept = family.velocity(x, sigma, dict(cond))
     del kept
@@ -166,17 +167,21 @@ class _Largest(TorchDispatchMode):
         return out
 
 
+def dtype_of(family: Family, name: str) -> torch.dtype:
+    """Of a component's weights."""
+    return family.VAE_DTYPE or family.dtype if name == "vae" else family.dtype
+
+
 def estimate(config: RunConfig) -> Memory:
     """Device memory of a run. Raises UserError as loading would for a folder that lacks its configs."""
     family, encoders = without_weights(config)
     model, grpo, s = config.model, config.grpo, config.sampling
-    dtype = family.options.dtype
     shape = family.latent_shape(s.height, s.width, s.frames)
     kinds = components_of(config.model_path)
 
     def component(name: str, module: nn.Module, quantize: str) -> Component:
         count = sum(p.numel() for p in module.parameters())
-        return Component(name, kinds[name][1], count, bytes_of(module, dtype, quantize))
+        return Component(name, kinds[name][1], count, bytes_of(module, dtype_of(family, name), quantize))
 
     texts = [component(n, m, model.quantize) for n, m in encoders.items()]
     parts = vars(family.pipeline)

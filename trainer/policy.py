@@ -160,7 +160,7 @@ def load_lora(family: Family, path: Path) -> None:
     """
     state = _read(path, ())
     try:
-        family.pipeline.load_lora_weights(state, adapter_name=ADAPTER)
+        family.load_lora_weights(state, ADAPTER)
     except (ValueError, RuntimeError, KeyError) as error:
         raise UserError(f"LoRA file {path} does not fit this model: {str(error).splitlines()[0]}") from None
     if not lora_layers(family):

@@ -80,8 +80,13 @@ def check_inputs(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
         raise UserError(f"LoRA file {config.lora.continue_from} (lora.continue_from) does not exist")
     if config.tensorboard and find_spec("tensorboard") is None:
         raise UserError("tensorboard = true needs the package tensorboard: pip install tensorboard")
+    check_size(config.model_path, config.sampling.height, config.sampling.width, config.sampling.frames)
+    return prompts, eval_prompts[: config.eval.max_prompts]
+
+
+def check_scoring(config: RunConfig, prompts: list[Prompt], eval_prompts: list[Prompt]) -> None:
+    """Raise UserError where a reward lacks its files or packages, or cannot score a prompt; loads no weights."""
     size = (config.sampling.height, config.sampling.width)
-    check_size(config.model_path, *size, config.sampling.frames)
     for rewards, asked, file in (
         (config.rewards, prompts, config.prompts.file),
         (config.eval.rewards or config.rewards, eval_prompts, config.eval.file or config.prompts.file),
@@ -95,7 +100,6 @@ def check_inputs(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
             check_prompts(score, asked, size)
         except ValueError as error:
             raise UserError(f"{file}: {error}") from None
-    return prompts, eval_prompts[: config.eval.max_prompts]
 
 
 def prepare(config: RunConfig, out: Path) -> Prepared:
@@ -103,6 +107,7 @@ def prepare(config: RunConfig, out: Path) -> Prepared:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("this version trains in one process; start it with `sfgrpo train`, not `accelerate launch`")
     prompts, eval_prompts = check_inputs(config)
+    check_scoring(config, prompts, eval_prompts)
     device = pick_device(config.model.device)
     family_class(config.model_path).check_options(load_options(config, device))
     check_folder(out)

@@ -40,6 +40,7 @@ def parser() -> Parser:
     p.add_argument("--max-sequence-length", type=int, help="text tokens; default: the pipeline's, `shapes` 0")
     p.add_argument("--embedded-guidance", type=float, help="guidance that FLUX.1-dev and FLUX.2-dev take as an input")
     p.add_argument("--frames", type=int, default=1, help="frames of a video (Wan): 1, 5, 9, ...; shows the middle one")
+    p.add_argument("--expert", choices=("high", "low"), help="which of two transformers --lora is for (Wan 2.2 A14B)")
     p.add_argument("--quantize", choices=QUANTISATIONS, default="none", help="base weights in 8 or 4 bit")
     p.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU, else fp32")
     p.add_argument("--device", default="auto")
@@ -80,6 +81,7 @@ def main(arguments: list[str]) -> int:
         quantize=args.quantize,
         max_sequence_length=0 if embedded and args.max_sequence_length is None else args.max_sequence_length,
         embedded_guidance=args.embedded_guidance,
+        expert=args.expert,
     )
     family_class(model).check_options(options)
     family = load_model(model, options, "encoders")

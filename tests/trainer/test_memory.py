@@ -63,7 +63,9 @@ def test_what_autograd_keeps_is_what_it_keeps_of_real_tensors(name, checkpointin
         f'[model]\npath = "{tmp_path / "model"}"\ndtype = "fp32"\n[prompts]\nfile = "p.txt"\nper_iteration = 1\n'
         f"[rewards]\njpeg_size = 1.0\n[sampling]\nheight = {height}\nwidth = {width}\nframes = {row.frames}\n"
     )
-    config = load_config(run, [f"--model.{k.replace('_', '-')}={v}" for k, v in row.options.items()])
+    tables = {"embedded_guidance": "sampling"}
+    options = [f"--{tables.get(k, 'model')}.{k.replace('_', '-')}={v}" for k, v in row.options.items()]
+    config = load_config(run, options)
     shapes, _ = memory.without_weights(config)
     real = load_family(str(tmp_path / "model"), torch.float32, torch.device("cpu"), **row.options)
     shape, rows = real.latent_shape(height, width, row.frames), 3
@@ -114,13 +116,15 @@ def test_dry_run(cli, published, tmp_path):
     assert process.returncode == 0, process.stderr
     lines = {line[:12].strip(): line[12:] for line in process.stdout.splitlines() if line[:12].strip()}
     assert lines["first loads"].startswith("text_encoder CLIPTextModel, 0.12 B parameters")
-    assert lines["then loads"].startswith("transformer FluxTransformer2DModel, 11.90 B parameters, 6.2 GB")
+    assert lines["then loads"].startswith("transformer FluxTransformer2DModel, 11.90 B parameters, 6.1 GB")
     # 19 double blocks of 8 projections and 38 single ones of 3.
     assert "on 266 layers (attention)" in lines["LoRA"]
     assert lines["images"] == "512 x 512 pixels, latents 16 x 64 x 64"
     assert lines["iteration"].startswith(
         "4 prompts x 12 images; forward rows: 436 to sample, 0 to estimate; 484 images"
     )
+    # The reward's weights are not here; the rest is said all the same.
+    assert lines["rewards"].startswith("not ready: reward pickscore: model ")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -75,6 +75,8 @@ class Family(ABC):
     """Dtype of the VAE where it is not that of the rest."""
     EMBEDDED_GUIDANCE: ClassVar[float] = 1.0
     """The pipeline's default of embedded guidance, where the transformer takes one."""
+    EXPERTS: ClassVar[bool] = False
+    """Whether there are models of two transformers, of which options.expert names one."""
     VIDEO: ClassVar[bool] = False
     """Whether it can make more than one frame."""
     UNTRAINED: ClassVar[Sequence[str]] = ()
@@ -120,6 +122,8 @@ class Family(ABC):
         length, least, most = options.max_sequence_length, cls.least_length(), cls.LONGEST
         if length is not None and not least <= length <= most:
             raise UserError(f"model.max_sequence_length must be from {least} to {most} for this model, got {length}")
+        if options.expert is not None and not cls.EXPERTS:
+            raise UserError("model.expert is for a model of two transformers (Wan 2.2 A14B); leave it out for this one")
         check_quantisation(options.quantize, options.device)
 
     @classmethod
@@ -303,6 +307,10 @@ class Family(ABC):
     def targets(self, choice: str) -> list[str]:
         """Names of the linear modules of `attention`, `attention_mlp` or `all` that carry a LoRA."""
         return choose_targets(linear_names(self.transformer, self.UNTRAINED), choice)
+
+    def load_lora_weights(self, state: dict[str, Tensor], adapter: str) -> None:
+        """Put a LoRA file's tensors on the transformer by the pipeline's own loader."""
+        self.pipeline.load_lora_weights(state, adapter_name=adapter)
 
     def export_name(self, module: str) -> str:
         """Name of a module of the transformer in a LoRA file."""

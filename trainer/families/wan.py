@@ -48,6 +48,7 @@ class Wan(Family):
     PIPELINE = "WanPipeline"
     TRANSFORMER = "WanTransformer3DModel"
     VAE_DTYPE = torch.float32
+    EXPERTS = True
     VIDEO = True
 
     def __init__(self, pipeline: Any, options: LoadOptions) -> None:
@@ -174,6 +175,10 @@ class Wan(Family):
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         return vae.decode(latents * std + mean, return_dict=False)[0]
+
+    def load_lora_weights(self, state: dict[str, Tensor], adapter: str) -> None:
+        low = trained_name(self.options) == "transformer_2"
+        self.pipeline.load_lora_weights(state, adapter_name=adapter, load_into_transformer_2=low)
 
     def export_name(self, module: str) -> str:
         """Wan's own names, which ComfyUI and diffusers' load_lora_weights take; ComfyUI knows no others.
