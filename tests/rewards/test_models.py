@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sfgrpo.rewards import check_prompts, combine, get_reward, mix
-from sfgrpo.rewards.models import linear_head, read_weights
+from sfgrpo.rewards.models import find_file, linear_head, read_weights
 from tests.rewards.small import IMAGE, PROMPTS, images, save_clip
 
 
@@ -135,6 +135,19 @@ def test_files_that_are_no_weights(tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"\(head\) does not exist"):
         read_weights("head", str(tmp_path))
+
+
+def test_files_on_the_hub_have_three_parts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_file("head", "owner/name/a+b-l14.pth") == ("owner/name", "a+b-l14.pth")
+    assert find_file("head", "owner/name/sub/x.pt") == ("owner/name", "sub/x.pt")
+    for wrong in ("x.pth", "folder/x.pth", "/a/b/x.pth", "./a/b/x.pth", "../a/x.pth", ""):
+        with pytest.raises(ValueError, match=r"\(head\) does not exist"):
+            find_file("head", wrong)
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    (folder / "x.pth").write_text("x")
+    assert find_file("head", "owner/name/x.pth").is_file()
 
 
 def wrong_folders(clip_folder, tmp_path):
