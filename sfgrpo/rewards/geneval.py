@@ -116,7 +116,8 @@ class GenEval(RewardModel):
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping] | None = None) -> Tensor:
         metadata = [{}] * len(prompts) if metadata is None else metadata
         # What is batched with the images is what `score` needs of the prompts.
-        return super().__call__(images, [read_task(p, m) for p, m in zip(prompts, metadata, strict=True)])
+        scores = super().__call__(images, [read_task(p, m) for p, m in zip(prompts, metadata, strict=True)])
+        return scores.where(images.isfinite().flatten(1).all(1).cpu(), torch.nan)
 
     def score(self, model: nn.Module, images: Tensor, tasks: Sequence[Task]) -> Tensor:
         verdicts = [

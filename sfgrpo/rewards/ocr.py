@@ -145,7 +145,7 @@ class OCR:
     """An .onnx file of another PaddleOCR recogniser that holds its alphabet, for scripts that rapidocr's own lacks: it
     reads Latin, Chinese and Japanese. "" is its own."""
     threads: int = 0
-    """Of the CPU; 0 is as many as torch uses, but at most 4: a recogniser this small gains nothing from more."""
+    """Of the CPU; 0 is as many as torch uses, at most 4."""
 
     def __post_init__(self) -> None:
         if self.match not in ("similarity", "exact", "substring"):
@@ -172,7 +172,7 @@ class OCR:
         self.__dict__.pop("_engine", None)
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping] | None = None) -> Tensor:
-        """Score (B, 3, H, W) float32 pictures in [0, 1]; returns (B,) float32 in [0, 1]."""
+        """Scores (B,) float32 in [0, 1] of (B, 3, H, W) pictures in [0, 1]; NaN where a pixel is not finite."""
         metadata = [{}] * len(prompts) if metadata is None else metadata
         asked = [self._targets(p, m) for p, m in zip(prompts, metadata, strict=True)]
         pixels = (images.detach().float().clamp(0, 1) * 255).round().byte().cpu().movedim(1, -1).numpy()
@@ -180,7 +180,7 @@ class OCR:
             credit(self.read(picture), strings, self.match, self.case)
             for picture, strings in zip(pixels, asked, strict=True)
         ]
-        return torch.tensor(scores, dtype=torch.float32)
+        return torch.tensor(scores, dtype=torch.float32).where(images.isfinite().flatten(1).all(1).cpu(), torch.nan)
 
     def read(self, picture: np.ndarray) -> list[str]:
         """The lines of text in an (H, W, 3) uint8 RGB picture, in reading order."""

@@ -557,16 +557,13 @@ def test_scores_end_to_end(owlv2, clip_folder):
     model = reward._ready()[1]
     for i, row in enumerate(rows):
         names = list(dict.fromkeys(want["class"] for want in row["include"]))
+        raw = {}
         with torch.no_grad():
             [found] = reward.detect(model["detector"], batch[i : i + 1], names)
-        picture, raw = pictures(*size, count=6)[i], {}
-        for name, some in found.items():
-            if some:
-                boxes = [d.box for d in some]
-                colours = (
-                    colours_of(clip_folder, picture, boxes, name)[0] if row["tag"] == "colors" else [""] * len(boxes)
-                )
-                raw[name] = (np.array([[*d.box, d.score] for d in some]), colours)
+            for name, some in found.items():
+                if some:
+                    boxes = np.array([[*d.box, d.score] for d in some])
+                    raw[name] = (boxes, reward.colours(model["clip"], batch[i], name, boxes[:, :4].tolist()))
         want = reference(row, raw, 0.1, 0.4, 5, 0.2)
         assert (float(strict[i]), float(soft[i])) == (want[0], pytest.approx(want[1])), i
     assert soft.dtype == torch.float32 and soft.shape == (6,) and len(set(soft.tolist())) > 2, soft
@@ -577,6 +574,14 @@ def test_in_bf16_on_the_offload_path(owlv2, clip_folder):
     settings = {"model": str(owlv2), "clip": str(clip_folder), "device": "cpu", "threshold": 0.1}
     scores = GenEval(**settings, dtype="bf16", offload=True)(images(40, 72), ["p"] * 5, [row] * 5)
     assert scores.dtype == torch.float32 and set(scores.tolist()) <= {0.0, 0.5, 1.0}
+
+
+def test_a_broken_picture_has_no_score(owlv2, clip_folder):
+    batch = images(40, 72, count=2)
+    batch[1, 0, 0, 0] = torch.nan
+    reward = GenEval(model=str(owlv2), clip=str(clip_folder), device="cpu", threshold=0.1)
+    scores = reward(batch, ["p"] * 2, [ROWS["single_object"]] * 2)
+    assert scores[0] == 1 and scores[1].isnan()
 
 
 def test_before_a_run(owlv2, clip_folder):

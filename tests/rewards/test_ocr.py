@@ -175,6 +175,13 @@ def test_rendered_text(reward):
     assert reward(images[:1], ["a sign"], [{"text": "Hello World"}]) == scores[0]
 
 
+def test_a_broken_picture_has_no_score(reward):
+    images = draw((20, 40, "Hello World"))[None].repeat(2, 1, 1, 1)
+    images[1, 0, 0, 0] = torch.nan
+    scores = reward(images, ['"Hello World"'] * 2, [{}] * 2)
+    assert scores[0] > 0.9 and scores[1].isnan()
+
+
 def test_default_settings():
     pytest.importorskip("rapidocr", reason="rapidocr is not installed")
     assert OCR()(draw((5, 30, "OPEN 24/7"), side=128, size=16)[None], ['"Open 24/7"'], [{}]) > 0.9
