@@ -139,8 +139,8 @@ class OCR:
     min_confidence: float = 0.5
     """Lines that the recogniser is less sure of, in [0, 1], count as not read."""
     detect_side: int = 512
-    """Pixels; pictures whose shorter side is less are enlarged to it for the detector. rapidocr's own is 736, which takes
-    twice as long and read no more of rendered text of 9 pixels and up."""
+    """Pixels; pictures whose shorter side is less are enlarged to it for the detector. rapidocr's own is 736,
+    which takes twice as long, and read no more of rendered text of 9 pixels and up."""
     model: str = ""
     """An .onnx file of another PaddleOCR recogniser that holds its alphabet, for scripts that rapidocr's own lacks: it
     reads Latin, Chinese and Japanese. "" is its own."""
