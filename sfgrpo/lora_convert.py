@@ -72,7 +72,7 @@ def understand(file: LoRAFile) -> Read:
     for layer in parsed.layers:
         place = family.find(layer.name)
         if place is None:
-            read.left_out |= dict.fromkeys(layer.keys, f"of no layer of {family.title}")
+            read.left_out |= dict.fromkeys(layer.keys, f"part of no layer of {family.title}")
             continue
         read.layers.append((layer, place))
         a, b = layer.a.float(), layer.b.float() * scale.of(layer)
@@ -107,7 +107,7 @@ def _native(family: Family, parts: dict[str, tuple[Entry, str, Pair]]) -> tuple[
         if pairs.keys() <= {"all", "swap", "swap_last"}:
             found[name] = next(iter(pairs.values()))
         elif pairs.keys() == {"q"}:
-            missing[name] = "to_q without to_k or to_v, whose number of rows is not known"
+            missing[name] = "a to_q without to_k or to_v, whose number of rows is not known"
         else:
             found[name] = _fused(pairs)
     return found, missing
@@ -184,9 +184,9 @@ def warnings(read: Read) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for key, why in read.left_out.items():
         reasons.setdefault(why, []).append(key)
-    lines = [f"left out, {why}: {_some(keys)}" for why, keys in reasons.items()]
+    lines = [f"a conversion leaves out what is {why}: {_some(keys)}" for why, keys in reasons.items()]
     if read.lacking:
-        lines.append(f"left out, ComfyUI has no name for them: {_some(read.lacking)}")
+        lines.append(f"a conversion leaves out what ComfyUI has no name for: {_some(read.lacking)}")
     return lines
 
 

@@ -54,6 +54,8 @@ class Report:
             f"diffusers at strength 1.0: {_in_words(self.diffusers)}",
             *self.left_out,
         ]
+        if self.dialect.startswith("raw peft without"):
+            lines.append("if it was trained with another alpha than the rank, put its adapter_config.json beside it")
         if self.healthy:
             lines.append("to do: nothing")
         else:

@@ -101,7 +101,7 @@ def parse(file: LoRAFile) -> Parsed:
     alphas, parsed = {}, Parsed()
     for key in file.tensors:
         if key.startswith(TEXT):
-            parsed.left_out[key] = "of a text encoder"
+            parsed.left_out[key] = "part of a text encoder"
         elif key.endswith(".alpha"):
             alphas[key.removesuffix(".alpha")] = key
         else:
@@ -120,7 +120,7 @@ def parse(file: LoRAFile) -> Parsed:
         if base in alphas:
             keys.append(alphas.pop(base))
         if (a.ndim > 2 and math.prod(a.shape[2:]) > 1) or (b.ndim > 2 and math.prod(b.shape[2:]) > 1):
-            parsed.left_out |= dict.fromkeys(keys, "of a convolution")
+            parsed.left_out |= dict.fromkeys(keys, "part of a convolution")
             continue
         a, b = _matrix(a, keys[0], file), _matrix(b, keys[1], file)
         if a.shape[0] != b.shape[1] or not a.shape[0]:

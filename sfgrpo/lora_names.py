@@ -194,11 +194,7 @@ def _flux_blocks() -> list[Entry]:
 def _flux1() -> list[Entry]:
     top = {
         f"time_text_embed.{d}_embedder.linear_{i}": f"{n}_in.{layer}"
-        for d, n in (
-            ("timestep_embedder", "time_in"),
-            ("text_embedder", "vector_in"),
-            ("guidance_embedder", "guidance_in"),
-        )
+        for d, n in (("timestep", "time"), ("text", "vector"), ("guidance", "guidance"))
         for i, layer in ((1, "in_layer"), (2, "out_layer"))
     }
     return [

@@ -1,0 +1,208 @@
+"""LoRA files of every dialect against ComfyUI's own loader, diffusers' own, and peft.
+
+Small models with weights of zero, so that what a loader leaves in a weight is the LoRA's effect. The effect that a file
+was made with is known. Native layers are compared with diffusers' through diffusers' own converters of checkpoints.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sfgrpo.export import save_lora
+from sfgrpo.lora_convert import convert, understand
+from sfgrpo.lora_file import read_lora
+from sfgrpo.lora_loaders import in_comfyui, in_diffusers
+from sfgrpo.lora_merge import merge
+from tests.lora_dialects import ALPHA, DIALECTS, RANK, write
+from tests.lora_models import (
+    SMALL,
+    Comfy,
+    diffusers_linears,
+    in_diffusers_names,
+    loaded_in_diffusers,
+    make_pipeline,
+    make_transformer,
+)
+
+COMMON = ("diffusers with metadata", "peft", "kohya", "onetrainer", "native, lora_down with alphas")
+"""Dialects of the quick tests; the slow ones take all."""
+
+NOT_IN_COMFYUI = ("time_guidance_embed.", "double_stream_modulation", "single_stream_modulation", "distilled_guidance")
+"""Layers that ComfyUI cannot load by diffusers' names."""
+
+EACH = [
+    pytest.param(key, name, marks=[] if name in COMMON else pytest.mark.slow, id=f"{key}, {name}")
+    for key in SMALL
+    for name in DIALECTS
+]
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory):
+    process = Comfy(tmp_path_factory.mktemp("comfy"))
+    yield process
+    process.close()
+
+
+class Case:
+    """One file, and what it does to each weight of diffusers' model."""
+
+    def __init__(self, comfy: Comfy, key: str, name: str, folder) -> None:
+        self.comfy, self.key, self.dialect = comfy, key, DIALECTS[name]
+        linears = comfy.linears[key] if self.dialect.native else diffusers_linears(key)
+        # The small Z-Image has time embeddings of different sizes in the two.
+        linears = {n: size for n, size in linears.items() if not (key == "z_image" and n.startswith("t_embedder"))}
+        state, self.written = write(self.dialect, linears)
+        self.path = folder / "file.safetensors"
+        save_file(state, self.path, self.dialect.metadata)
+        self.weights, self.lines = comfy.load(key, self.path)
+        self.meant = self.named(self.written) if self.dialect.native else self.written
+
+    def named(self, native: dict) -> dict:
+        """Native changes of weights in diffusers' names."""
+        zeros = {n: torch.zeros_like(v) for n, v in self.weights.items()}
+        found = in_diffusers_names(self.key, zeros | {f"{n}.weight": v for n, v in native.items()})
+        return {n: v for n, v in found.items() if v.any()}
+
+
+@pytest.fixture
+def case(comfy, tmp_path):
+    return lambda key, name: Case(comfy, key, name, tmp_path)
+
+
+def assert_same(got: dict, wanted: dict) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5 * float(value.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize(("key", "name"), EACH)
+def test_a_converted_file_loads_in_both_at_its_true_strength(case, comfy, key, name, tmp_path):
+    made = case(key, name)
+    state, metadata = convert(read_lora(made.path))
+    assert not [k for k in state if "alpha" in k]
+    save_lora(state, tmp_path / "new.safetensors", metadata)
+    wanted = {n: v for n, v in made.meant.items() if not n.startswith(NOT_IN_COMFYUI)}
+    weights, lines = comfy.load(key, tmp_path / "new.safetensors")
+    assert lines == []
+    assert_same(made.named({n.removesuffix(".weight"): v for n, v in weights.items() if v.any()}), wanted)
+    assert_same(loaded_in_diffusers(key, tmp_path / "new.safetensors"), wanted)
+    again, _ = convert(read_lora(tmp_path / "new.safetensors"))
+    assert again.keys() == state.keys() and all(torch.equal(again[k], v) for k, v in state.items())
+
+
+@pytest.mark.parametrize(("key", "name"), EACH)
+def test_the_report_says_what_both_do_with_a_file(case, key, name):
+    made = case(key, name)
+    read = understand(read_lora(made.path))
+    assert read.family.key == key
+    verdict = in_comfyui(read)
+    unloaded = {line.removeprefix("lora key not loaded: ") for line in made.lines}
+    assert unloaded == {k for layer, _ in read.layers if layer.key in verdict.fails for k in layer.keys}
+    ratios = dict(zip(verdict.loads, verdict.ratios, strict=True))
+    if made.dialect.native:
+        for layer, place in read.layers:
+            if layer.key in ratios:
+                native = place.name(place.entries[0].native)
+                wanted = ratios[layer.key] * made.written[native]
+                torch.testing.assert_close(made.weights[f"{native}.weight"], wanted, rtol=1e-4, atol=1e-3)
+    verdict = in_diffusers(read)
+    if key in ("flux1", "chroma") and made.dialect.native and made.dialect.down == ".lora_down.weight":
+        return  # diffusers has the width of the large model in this conversion
+    try:
+        got = loaded_in_diffusers(key, made.path)
+    except Exception as error:
+        got = {}
+        assert not verdict.loads, error
+    ratios = dict(zip(verdict.loads, verdict.ratios, strict=True))
+    names = {p.name(e.diffusers): ratios[la.key] for la, p in read.layers if la.key in ratios for e in p.entries}
+    for layer, place in read.layers:
+        if "wrong order" in verdict.fails.get(layer.key, ""):
+            wrong = got.pop(place.name(place.entries[0].diffusers))
+            assert not torch.allclose(wrong, made.meant[place.name(place.entries[0].diffusers)])
+    assert got.keys() == names.keys()
+    for layer, ratio in names.items():
+        torch.testing.assert_close(got[layer], ratio * made.meant[layer], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"attn.to_k": 3}}])
+def test_a_folder_that_peft_saved(settings, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=10, target_modules=["to_q", "to_k"], init_lora_weights=False, **settings)
+    model = get_peft_model(make_transformer("sd3"), config)
+    model.save_pretrained(tmp_path)
+    layers = {n: m for n, m in model.base_model.model.named_modules() if hasattr(m, "lora_A")}
+    read = understand(read_lora(tmp_path))
+    assert_same(
+        {n.removeprefix("transformer."): b @ a for n, (a, b) in read.factors.items()},
+        {n: m.get_delta_weight("default").detach() for n, m in layers.items()},
+    )
+
+
+def test_a_file_that_diffusers_saved(comfy, tmp_path):
+    """Its alpha stands in the metadata, which ComfyUI does not read."""
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    pipeline = make_pipeline("sd3")
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    pipeline.transformer.add_adapter(config)
+    layers = {n: m for n, m in pipeline.transformer.named_modules() if hasattr(m, "lora_A")}
+    meant = {n: m.get_delta_weight("default").detach() for n, m in layers.items()}
+    pipeline.save_lora_weights(
+        tmp_path,
+        transformer_lora_layers=get_peft_model_state_dict(pipeline.transformer),
+        transformer_lora_adapter_metadata=config.to_dict(),
+    )
+    file = read_lora(tmp_path)
+    assert json.loads(file.metadata["lora_adapter_metadata"])["transformer.lora_alpha"] == ALPHA
+    read = understand(file)
+    assert_same({n.removeprefix("transformer."): b @ a for n, (a, b) in read.factors.items()}, meant)
+    assert set(in_comfyui(read).ratios) == {RANK / ALPHA} and set(in_diffusers(read).ratios) == {1.0}
+    weights, _ = comfy.load("sd3", tmp_path / "pytorch_lora_weights.safetensors")
+    rows = weights["joint_blocks.0.x_block.attn.qkv.weight"][:128]
+    torch.testing.assert_close(rows, RANK / ALPHA * meant["transformer_blocks.0.attn.to_q"])
+
+
+def test_a_merge_of_two_dialects_in_both(comfy, case, tmp_path):
+    one = case("flux1", "kohya")
+    state, other = write(DIALECTS["peft"], diffusers_linears("flux1"), seed=1)
+    save_file(state, tmp_path / "other.safetensors")
+    files = [read_lora(one.path), read_lora(tmp_path / "other.safetensors")]
+    state, metadata = merge(files, [0.5, -1.5])
+    save_lora(state, tmp_path / "sum.safetensors", metadata)
+    wanted = {n: 0.5 * v - 1.5 * other[n] for n, v in one.meant.items()}
+    weights, lines = comfy.load("flux1", tmp_path / "sum.safetensors")
+    assert lines == []
+    assert_same(one.named({n.removesuffix(".weight"): v for n, v in weights.items() if v.any()}), wanted)
+    assert_same(loaded_in_diffusers("flux1", tmp_path / "sum.safetensors"), wanted)
+
+
+def test_lumina2_in_native_names_as_diffusers_reads_them(tmp_path):
+    """diffusers' loader has the widths 2304 and 768 in it and wants every layer of a block."""
+    from diffusers import Lumina2Pipeline
+
+    sizes = {
+        "attention.qkv": (2304, 3840),
+        "attention.out": (2304, 2304),
+        "feed_forward.w1": (2304, 64),
+        "feed_forward.w2": (64, 2304),
+        "feed_forward.w3": (2304, 64),
+        "adaLN_modulation.1": (64, 128),
+    }
+    state, _ = write(DIALECTS["native"], {f"layers.0.{n}": size for n, size in sizes.items()})
+    save_file(state, tmp_path / "native.safetensors")
+    theirs = Lumina2Pipeline.lora_state_dict(load_file(tmp_path / "native.safetensors"))
+    names = {k.rsplit(".lora_", 1)[0] for k in theirs}
+    meant = {n: theirs[f"{n}.lora_B.weight"] @ theirs[f"{n}.lora_A.weight"] for n in names}
+    save_file({k: v.contiguous().clone() for k, v in theirs.items()}, tmp_path / "diffusers.safetensors")
+    for name in ("native", "diffusers"):
+        read = understand(read_lora(tmp_path / f"{name}.safetensors"))
+        assert read.family.key == "lumina2" and set(in_diffusers(read).ratios) == {1.0}
+        new, _ = convert(read_lora(tmp_path / f"{name}.safetensors"))
+        assert new.keys() == state.keys()
+        assert all(torch.equal(new[k], v) for k, v in state.items())
+    assert len(meant) == 8
