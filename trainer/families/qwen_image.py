@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sfgrpo.schedule import mu_for_tokens
 
 from ..errors import UserError
-from .base import Family
+from .base import Family, LoadOptions
 from .flux import LATENT_SIZE, set_even_times
 
 
@@ -22,6 +23,17 @@ class QwenImage(Family):
     PIPELINE = "QwenImagePipeline"
     TRANSFORMER = "QwenImageTransformer2DModel"
     LONGEST = 1024
+
+    @classmethod
+    def load_one(cls, kind: Any, path: str, subfolder: str, options: LoadOptions) -> nn.Module:
+        """As for all families; but diffusers leaves the prefix of a checkpoint's names, and here it is taken off."""
+        if options.transformer_file is None:
+            return super().load_one(kind, path, subfolder, options)
+
+        def from_single_file(file: str, **settings: Any) -> nn.Module:
+            return kind.from_single_file(without_prefix(file), **settings)
+
+        return super().load_one(SimpleNamespace(from_single_file=from_single_file), path, subfolder, options)
 
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, mask = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)
@@ -80,6 +92,14 @@ class QwenImage(Family):
         vae = self.pipeline.vae
         mean, std = (latents.new_tensor(v).view(-1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
         return vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0]
+
+
+def without_prefix(file: str) -> dict[str, Tensor]:
+    """The transformer's weights in a file that may have them alone, or under a prefix beside other models."""
+    from safetensors.torch import load_file
+
+    state, prefix = load_file(file), "model.diffusion_model."
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)} or state
 
 
 def vae_scale(vae: Mapping[str, Any]) -> int:
