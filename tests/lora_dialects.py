@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -89,5 +88,14 @@ def write(
     return state, meant
 
 
-def only(linears: dict[str, tuple[int, int]], keep: Callable[[str], bool]) -> dict[str, tuple[int, int]]:
-    return {name: size for name, size in linears.items() if keep(name)}
+def sd3_attention(config: dict) -> dict[str, tuple[int, int]]:
+    """Native attention layers of an SD3 without a second attention -> (in, out); config: of its transformer."""
+    width, last = config["attention_head_dim"] * config["num_attention_heads"], config["num_layers"] - 1
+    sizes = {"qkv": (width, 3 * width), "proj": (width, width)}
+    return {
+        f"joint_blocks.{i}.{side}.attn.{part}": size
+        for i in range(last + 1)
+        for side in ("x_block", "context_block")
+        for part, size in sizes.items()
+        if (i, side, part) != (last, "context_block", "proj")
+    }

@@ -26,7 +26,7 @@ from tests.lora_models import (
     make_transformer,
 )
 
-COMMON = ("diffusers with metadata", "peft", "kohya", "onetrainer", "native, lora_down with alphas")
+COMMON = ("diffusers with metadata", "peft", "kohya")
 """Dialects of the quick tests; the slow ones take all."""
 
 NOT_IN_COMFYUI = ("time_guidance_embed.", "double_stream_modulation", "single_stream_modulation", "distilled_guidance")
@@ -67,9 +67,18 @@ class Case:
         return {n: v for n, v in found.items() if v.any()}
 
 
-@pytest.fixture
-def case(comfy, tmp_path):
-    return lambda key, name: Case(comfy, key, name, tmp_path)
+@pytest.fixture(scope="module")
+def case(comfy, tmp_path_factory):
+    """`case(family, dialect)`."""
+    made = {}
+
+    def make(key: str, name: str) -> Case:
+        if (key, name) not in made:
+            made.clear()  # weights of one file at a time
+            made[key, name] = Case(comfy, key, name, tmp_path_factory.mktemp("case"))
+        return made[key, name]
+
+    return make
 
 
 def assert_same(got: dict, wanted: dict) -> None:

@@ -1,5 +1,6 @@
 """LoRA files against diffusers' own loader: what was trained is what `load_lora_weights` gives at strength 1.0."""
 
+import json
 import pickle
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sfgrpo_trainer.config import LoRAConfig
 from sfgrpo_trainer.errors import UserError
 from sfgrpo_trainer.families import load_family
 from sfgrpo_trainer.policy import LoRAPolicy, add_lora, encode_prompts, load_lora, lora_state, read_lora
+from tests.lora_dialects import DIALECTS, sd3_attention, write
 
 PROMPTS = ("a circle", "two red circles")
 TARGETS = ("attention", "attention_mlp", "all")
@@ -195,6 +197,34 @@ def test_a_half_precision_file_can_be_gone_on_from(embedded, tmp_path):
     for name, value in lora_state(second).items():
         assert value.dtype == torch.float32
         assert torch.equal(value, state[name].float())
+
+
+@pytest.mark.parametrize("name", ["kohya", "native with alphas", "native peft"])
+def test_a_file_of_another_trainer_is_gone_on_from_and_sampled(embedded, base, name, tmp_path):
+    """Fused qkv and a scale of its own: the same weights as the same change of weights in this trainer's form."""
+    dialect, path = DIALECTS[name], tmp_path / "theirs.safetensors"
+    config = json.loads((embedded.path / "transformer" / "config.json").read_text())
+    state, meant = write(dialect, sd3_attention(config))
+    state = {k: v if k.endswith("alpha") else 0.1 * v for k, v in state.items()}
+    save_file(state, path)
+    family = load(embedded)
+    add_lora(family, LoRAConfig(rank=4, alpha=12.0, continue_from=path), seed=0)
+    ours = lora_state(family)
+    for block in range(config["num_layers"]):
+        for side, parts in (
+            ("x_block", ("to_q", "to_k", "to_v")),
+            ("context_block", ("add_q_proj", "add_k_proj", "add_v_proj")),
+        ):
+            whole = 0.01 * meant[f"joint_blocks.{block}.{side}.attn.qkv"]
+            for part, rows in zip(parts, whole.chunk(3), strict=True):
+                layer = f"transformer.transformer_blocks.{block}.attn.{part}"
+                got = ours[f"{layer}.lora_B.weight"] @ ours[f"{layer}.lora_A.weight"]
+                torch.testing.assert_close(got, rows, rtol=1e-5, atol=1e-5)
+    other = load(embedded)
+    load_lora(other, path)
+    sampled = latents(other, embedded)
+    torch.testing.assert_close(sampled, latents(family, embedded), rtol=0, atol=1e-5)
+    assert (sampled - base(embedded)).abs().max() > 0.1
 
 
 @pytest.fixture
