@@ -18,7 +18,11 @@ from .flux import LATENT_SIZE, set_even_times
 
 
 class QwenImage(Family):
-    """A loaded QwenImagePipeline. Classifier-free guidance is the pipeline's true_cfg_scale."""
+    """A loaded QwenImagePipeline. Classifier-free guidance is the pipeline's true_cfg_scale, with its limit of the norm.
+
+    At a side with an odd number of tokens (1328 pixels are 83) ComfyUI 0.33 counts its places from one token further
+    than diffusers does, and its velocity differs by about a hundredth.
+    """
 
     PIPELINE = "QwenImagePipeline"
     TRANSFORMER = "QwenImageTransformer2DModel"
