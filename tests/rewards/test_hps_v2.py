@@ -77,7 +77,9 @@ def test_open_clips_names_score_as_transformers_folder(model, tmp_path, form):
     # Sizes and tokenizer come from a CLIP of the same shape with other weights.
     save_clip(tmp_path / "base", seed=2)
     batch = images(IMAGE, IMAGE)
-    ours = get_reward("hps_v2", model=str(tmp_path / "base"), weights=str(file))(batch, PROMPTS)
+    reward = get_reward("hps_v2", model=str(tmp_path / "base"), weights=str(file))
+    ours = reward(batch, PROMPTS)
+    assert not reward._ready()[1].training
     torch.testing.assert_close(ours, from_folder(tmp_path / "trained", batch), rtol=0, atol=1e-5)
     assert float((ours - from_folder(tmp_path / "base", batch)).abs().max()) > 0.1
 
