@@ -6,7 +6,7 @@ import pytest
 
 from sfgrpo_trainer.config import load_config, to_toml, without_folders
 from sfgrpo_trainer.errors import UserError
-from sfgrpo_trainer.run import check_inputs, train
+from sfgrpo_trainer.run import check_inputs, check_scoring, train
 from tests.rewards.small import save_clip
 
 BASE = """
@@ -110,17 +110,22 @@ def test_files_are_relative_to_the_run_file_or_to_where_they_are_typed(write, tm
     assert str(tmp_path) not in to_toml(bare)
 
 
+def check(config) -> None:
+    """What a run checks of its rewards before it loads a model."""
+    check_scoring(config, *check_inputs(config))
+
+
 def test_a_missing_model_is_an_error_of_the_reward_and_a_long_prompt_one_of_the_file(write, tmp_path):
     config = load_config(write('[rewards.clip_score]\nmodel = "/no/such/folder"\n'))
     with pytest.raises(UserError, match=r"^reward clip_score: folder /no/such/folder \(model\) does not exist$"):
-        check_inputs(config)
+        check(config)
     save_clip(tmp_path / "clip")
     rewards = '[rewards.clip_score]\nmodel = "clip"\n'
-    check_inputs(load_config(write(rewards)))
+    check(load_config(write(rewards)))
     config = load_config(write(rewards, "a cat\n" + "the dog " * 20))
     with pytest.raises(UserError, match=r"^.*p\.txt: the prompt 'the dog .*' has .* shorten it, or set truncate"):
-        check_inputs(config)
-    check_inputs(load_config(write(rewards), ["--rewards.clip-score.truncate=true"]))
+        check(config)
+    check(load_config(write(rewards), ["--rewards.clip-score.truncate=true"]))
 
 
 def test_a_run_is_trained_on_a_model_and_watched_by_another(write, tmp_path):
