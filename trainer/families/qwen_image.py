@@ -18,10 +18,10 @@ from .flux import LATENT_SIZE, set_even_times
 
 
 class QwenImage(Family):
-    """A loaded QwenImagePipeline. Classifier-free guidance is the pipeline's true_cfg_scale, with its limit of the norm.
+    """A loaded QwenImagePipeline. Classifier-free guidance is the pipeline's true_cfg_scale, which limits the norm.
 
-    At a side with an odd number of tokens (1328 pixels are 83) ComfyUI 0.33 counts its places from one token further
-    than diffusers does, and its velocity differs by about a hundredth.
+    Along a side with an odd number of tokens (1328 pixels are 83) ComfyUI 0.33 counts the image's places from one
+    higher than diffusers does, so that its velocity differs a little.
     """
 
     PIPELINE = "QwenImagePipeline"
