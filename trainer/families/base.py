@@ -159,7 +159,9 @@ class Family(ABC):
         check_single_file(options.transformer_file)
         try:
             module = kind.from_single_file(str(options.transformer_file), config=path, subfolder=subfolder, **settings)
-        except (ValueError, KeyError, RuntimeError) as error:
+        except (ValueError, LookupError, RuntimeError, AttributeError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise UserError(
                 f"model.transformer_file {options.transformer_file} is no transformer of this model: {reason}"
@@ -384,13 +386,20 @@ def on_device(module: nn.Module, options: LoadOptions) -> nn.Module:
 
 
 def check_single_file(path: Path) -> None:
-    """Raise UserError for a file that is not there or no safetensors."""
+    """Raise UserError for a file that is not there, no safetensors, or whose numbers are not plain weights."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         raise UserError(f"model.transformer_file {path} does not exist")
     try:
         with safe_open(path, "pt") as file:
-            file.keys()
+            scaled = [
+                k for k in file.keys() if k.endswith((".scale_weight", ".weight_scale", ".comfy_quant", "scaled_fp8"))
+            ]
     except (SafetensorError, OSError) as error:
         raise UserError(f"model.transformer_file {path} is no safetensors file: {error}") from None
+    if scaled:
+        raise UserError(
+            f"model.transformer_file {path} holds quantised weights with scales ({scaled[0]}), which diffusers would "
+            "read as plain ones; take a bf16 or fp16 file, and model.quantize to save memory"
+        )
