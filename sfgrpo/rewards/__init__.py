@@ -157,7 +157,7 @@ def check_prompts(
     raise to stop.
     """
     check_rewards(score)
-    for prompt in {p.text: p for p in prompts}.values():
+    for prompt in {(p.text, repr(p.metadata)): p for p in prompts}.values():
         on_prompt()
         if isinstance(score, Mix):
             score.check_prompt(prompt.text, dict(prompt.metadata), size)

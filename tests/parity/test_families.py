@@ -26,7 +26,7 @@ from sfgrpo_trainer.config import LoRAConfig
 from sfgrpo_trainer.families import FAMILIES, load_family
 from sfgrpo_trainer.policy import LoRAPolicy, add_lora, encode_prompts, lora_state
 from tests.comfyui import ROOT, comfyui
-from tests.small_models import SMALL_MODELS, SmallModel, small_model
+from tests.small_models import ROWS, SMALL_MODELS, SmallModel, small_model
 
 CPU = torch.device("cpu")
 TEXTS, NEGATIVES = ["a circle", "two red circles", "a circle and a square"], ["", "a green cross", "a circle"]
@@ -62,7 +62,7 @@ class Case:
         return pipeline
 
 
-@pytest.fixture(scope="module", params=SMALL_MODELS)
+@pytest.fixture(scope="module", params=ROWS)
 def case(request, tmp_path_factory) -> Case:
     return build(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -219,7 +219,7 @@ def test_gradient_checkpointing_changes_nothing(case):
         assert ((value - checkpointed[name]).abs() > 1e-4).float().mean() < 0.01
 
 
-QUANTISED = [pytest.param(n, marks=() if n in ("sd3", "z_image") else pytest.mark.slow) for n in SMALL_MODELS]
+QUANTISED = [pytest.param(n, marks=() if n == "sd3" else pytest.mark.slow) for n in SMALL_MODELS]
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -293,10 +293,11 @@ def test_diffusers_loads_what_was_trained(case, family, targets, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def in_comfyui(tmp_path_factory):
-    """Family name -> (report of ComfyUI, got, expected, layers), of all rows in one process."""
+def in_comfyui(request, tmp_path_factory):
+    """Family name -> (report of ComfyUI, got, expected, layers), of all rows that are asked for in one process."""
+    asked = {i.callspec.params["name"] for i in request.session.items if "in_comfyui" in getattr(i, "fixturenames", ())}
     checkout, jobs, kept = comfyui(), [], {}
-    for name in SMALL_MODELS:
+    for name in sorted(asked):
         case = build(name, tmp_path_factory.mktemp(name))
         jobs.append(job(case, tmp_path_factory.mktemp(f"{name}_comfy"), kept))
     process = subprocess.run(
@@ -343,7 +344,7 @@ def job(case: Case, folder: Path, kept: dict) -> dict:
     }
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", ROWS)
 def test_comfyui_gives_the_velocity_of_diffusers(in_comfyui, name):
     report, got, expected, _ = in_comfyui[name]
     assert report["odd"] == []
@@ -352,13 +353,13 @@ def test_comfyui_gives_the_velocity_of_diffusers(in_comfyui, name):
         assert which == "base" or (got[which] - got["base"]).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", ROWS)
 def test_comfyui_loads_every_key(in_comfyui, name):
     bad = ("not loaded", "error", "shape", "missing")
     assert [line for line in in_comfyui[name][0]["log"] if any(word in line.lower() for word in bad)] == []
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", ROWS)
 def test_the_node_trains_the_same_layers(in_comfyui, name):
     report, _, _, layers = in_comfyui[name]
     assert report["layers"] == layers

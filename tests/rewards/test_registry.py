@@ -176,3 +176,24 @@ def test_making_rewards_loads_no_heavy_package():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_prompts_of_one_text_are_checked_with_each_metadata():
+    score = mix({"geneval": 1.0})
+    good = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
+    seen = []
+
+    class Watched(type(score)):
+        def check(self):
+            pass
+
+        def check_prompt(self, prompt, metadata, size):
+            seen.append(metadata)
+            super().check_prompt(prompt, metadata, size)
+
+    watched = Watched(score.terms)
+    with pytest.raises(ValueError, match="a photo of a cat"):
+        check_prompts(
+            watched, [Prompt("a photo of a cat", metadata=m) for m in (good, good, {"tag": "nothing"})], (64, 64)
+        )
+    assert seen == [good, {"tag": "nothing"}]

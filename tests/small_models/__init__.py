@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 WORDS = ("a circle", "two red circles", "a blue square", "a circle and a square", "a green cross", "")
@@ -50,7 +51,9 @@ class SmallModel:
 
 
 SMALL_MODELS = ("sd3", "flux", "flux2", "flux2_klein", "qwen_image", "z_image", "wan", "wan22_5b", "wan22_a14b")
-SMALL_MODELS = tuple(n for n in SMALL_MODELS if Path(__file__).with_name(f"{n}.py").is_file())  # while they are written
+FURTHER = ("flux2", "wan22_5b", "wan22_a14b")
+"""Of them those whose tests are marked slow: the layout of another row with a difference or two."""
+ROWS = [pytest.param(name, marks=pytest.mark.slow if name in FURTHER else ()) for name in SMALL_MODELS]
 
 
 def small_model(name: str) -> SmallModel:

@@ -17,7 +17,10 @@ from sfgrpo import __version__
 from sfgrpo_trainer.config import RunConfig, field_names
 
 CASES = {
-    "unknown command": (["tarin", "run.toml"], r"unknown command 'tarin'; commands are demo, train, sample, lora, selftest"),
+    "unknown command": (
+        ["tarin", "run.toml"],
+        r"unknown command 'tarin'; commands are demo, train, sample, lora, selftest",
+    ),
     "missing run file": (["train", "no.toml"], r"run file no\.toml does not exist"),
     "run file not first": (["train", "--seed", "1", "run.toml"], "the run file comes first"),
     "unknown field": (

@@ -13,7 +13,7 @@ from sfgrpo_trainer import memory
 from sfgrpo_trainer.config import load_config
 from sfgrpo_trainer.families import load_family
 from sfgrpo_trainer.policy import attach_lora
-from tests.small_models import SMALL_MODELS, small_model
+from tests.small_models import ROWS, small_model
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -52,7 +52,7 @@ def test_bytes_of_quantised_weights():
 
 
 @pytest.mark.parametrize("checkpointing", (False, True))
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", ROWS)
 def test_what_autograd_keeps_is_what_it_keeps_of_real_tensors(name, checkpointing, tmp_path, monkeypatch):
     row = small_model(name)
     row.build(tmp_path / "model")
