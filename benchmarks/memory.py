@@ -21,6 +21,16 @@ from trainer.memory import BITS, estimate
 CONFIGS = Path(__file__).parents[1] / "configs"
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141)
 SPARE = 2.0
+PICKSCORE = 3.9e9
+"""Bytes of its weights in float32; on the device while images are scored, or all the time."""
+
+
+def reward_phases(rewards: dict) -> tuple[str, ...]:
+    """The phases in which PickScore lies on the device."""
+    if "pickscore" not in rewards:
+        return ()
+    rests = isinstance(rewards["pickscore"], dict) and rewards["pickscore"].get("offload")
+    return ("score",) if rests else ("sample", "estimate", "score", "update")
 
 
 def main() -> None:
@@ -29,13 +39,16 @@ def main() -> None:
     parser.add_argument("--quantize", nargs="*", choices=list(BITS), help="default: what the run file says")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    print("| run file | base weights | encode | sample | score | update | card, GB |\n|---|---|---|---|---|---|---|")
+    names = ("run file", "base weights", "encode", "sample", "estimate", "score", "update", "card, GB")
+    print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     with tempfile.TemporaryDirectory() as folder:
         for file in sorted(CONFIGS.glob("*.toml")):
             config = load_config(file)
             model = replace(config.model, path=str(write(config.model.path, Path(folder))))
             for quantize in args.quantize or [model.quantize]:
                 memory = estimate(replace(config, model=replace(model, quantize=quantize)))
+                for name in reward_phases(config.rewards):
+                    memory.phases[name] += PICKSCORE
                 phases = " | ".join(f"{size / 1e9:.1f}" for size in memory.phases.values())
                 card = next((c for c in CARDS if memory.peak / 1e9 + SPARE <= c), "more")
                 print(f"| {file.stem} | {quantize} | {phases} | {card} |", flush=True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from .config import RunConfig
 from .families import pipeline_class_of
 from .memory import Component, estimate, without_weights
+from .run import check_sampling, load_options
 
 
 def describe(config: RunConfig, prompts: int, eval_prompts: int) -> str:
     """The report. Reads the model's configs alone. Raises UserError for a model or size that cannot be trained."""
+    family, _ = without_weights(config, encoders=False)
+    type(family).check_options(replace(load_options(config, torch.device("cpu")), quantize="none"))
+    check_sampling(config, family)
     memory = estimate(config)
-    family, _ = without_weights(config)
     s, grpo = config.sampling, config.grpo
     shape = family.latent_shape(s.height, s.width, s.frames)
     sigmas = family.sigmas(s.steps, s.height, s.width)
@@ -41,7 +46,10 @@ def describe(config: RunConfig, prompts: int, eval_prompts: int) -> str:
         ),
         ("run", f"{config.iterations} iterations, an evaluation every {config.eval.every}"),
         ("memory", ", ".join(f"{name} {size(need)}" for name, need in memory.phases.items())),
-        ("", f"peak {size(memory.peak)} by calculation; leave about 2 GB more for the device itself"),
+        (
+            "",
+            f"peak {size(memory.peak)} by calculation, without rewards; leave 2 GB more for the device itself",
+        ),
     ]
     return "\n".join(f"{name:12s}{text}" for name, text in filter(None, lines))
 

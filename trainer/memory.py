@@ -7,6 +7,7 @@ leave about 2 GB.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Memory:
     lora_layers: int
     lora_parameters: int
     phases: dict[str, float] = field(default_factory=dict)
-    """Phase -> bytes: encode, sample, score, update."""
+    """Phase -> bytes: encode, sample, estimate, score, update."""
 
     @property
     def peak(self) -> float:
@@ -88,7 +89,7 @@ def build(path: str, name: str, library: str, kind: str) -> Any:
     return None
 
 
-def without_weights(config: RunConfig) -> tuple[Family, dict[str, nn.Module]]:
+def without_weights(config: RunConfig, encoders: bool = True) -> tuple[Family, dict[str, nn.Module]]:
     """The family of a run and its text encoders, on the meta device; of the model only configs are read."""
     path, model = config.model_path, config.model
     cls = family_class(path)
@@ -99,9 +100,8 @@ def without_weights(config: RunConfig) -> tuple[Family, dict[str, nn.Module]]:
         embedded_guidance=config.sampling.embedded_guidance,
         expert=model.expert,
     )
-    built = {
-        name: build(path, name, *of) for name, of in components_of(path).items() if name not in cls.unused(options)
-    }
+    left_out = {*cls.unused(options), *(() if encoders else cls.ENCODERS)}
+    built = {name: build(path, name, *of) for name, of in components_of(path).items() if name not in left_out}
     index = read_json(path, "model_index.json")
     settings = SimpleNamespace(**{k: v for k, v in index.items() if not isinstance(v, list)})
     parts = {name: built.pop(name) for name in list(built) if not name.startswith(("text_encoder", "tokenizer"))}
@@ -173,7 +173,10 @@ def dtype_of(family: Family, name: str) -> torch.dtype:
 
 
 def estimate(config: RunConfig) -> Memory:
-    """Device memory of a run. Raises UserError as loading would for a folder that lacks its configs."""
+    """Device memory of a run, without that of its rewards.
+
+    Raises UserError as loading would for a folder that lacks its configs.
+    """
     family, encoders = without_weights(config)
     model, grpo, s = config.model, config.grpo, config.sampling
     shape = family.latent_shape(s.height, s.width, s.frames)
@@ -206,7 +209,7 @@ def estimate(config: RunConfig) -> Memory:
         activations = saved_bytes(family, grpo.update_batch, guided, shape, cond) + plain / blocks
     else:
         activations = float(plain)
-    drawn = plain / blocks * grpo.rollout_batch / grpo.update_batch
+    per_row = plain / blocks / grpo.update_batch
     largest = _Largest()
     with largest, torch.no_grad():
         family.decode(torch.empty(grpo.decode_batch, *shape, device=META))
@@ -214,12 +217,16 @@ def estimate(config: RunConfig) -> Memory:
     vae = next(c.bytes for c in denoiser if c.name == "vae")
     resting = weights - (vae if model.offload_vae else 0) + count * LORA_BYTES
     memory = Memory(texts, denoiser, len(layers), count)
+    # Latents and velocities of all steps stay on the device in float32, and are there twice while they are stacked.
+    latents = 4 * math.prod(shape) * config.prompts.per_iteration * grpo.group_size
+    trajectory, states = (2 * s.steps + 1) * latents, (s.steps + 1) * latents
     memory.phases = {
         "encode": sum(c.bytes for c in texts),
-        "sample": resting + drawn,
+        "sample": resting + 2 * trajectory + per_row * max(grpo.rollout_batch, config.eval.batch),
+        "estimate": resting + trajectory + 2 * states + per_row * grpo.estimate_batch,
         # A convolution has its input, its output and as much again for itself.
-        "score": weights + count * LORA_BYTES + 3 * largest.bytes,
-        "update": resting + activations,
+        "score": weights + count * LORA_BYTES + trajectory + states + 3 * largest.bytes,
+        "update": resting + trajectory + states + activations,
     }
     return memory
 

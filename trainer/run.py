@@ -114,6 +114,19 @@ def prepare(config: RunConfig, out: Path) -> Prepared:
     return Prepared(config, out, prompts, eval_prompts, device, file_hash(config.prompts.file))
 
 
+def check_sampling(config: RunConfig, family: Family) -> None:
+    """Raise UserError for guidance that the model does not take, and for a window with steps of the other expert."""
+    s = config.sampling
+    for guidance in (s.guidance, config.eval.guidance or 1.0):
+        family.check_guidance(guidance)
+    trained = family.trained_steps(family.sigmas(s.steps, s.height, s.width))
+    for window in config.grpo.windows(len(trained)):
+        if bool((window & ~trained).any()):
+            steps = trained.nonzero().flatten().tolist()
+            span = f"window_start {steps[0]} or more, window_stop {steps[-1] + 1} or less" if steps else "more steps"
+            raise UserError(f"the stochastic window has steps of the expert that is not trained; set {span}")
+
+
 def load_options(config: RunConfig, device: torch.device) -> LoadOptions:
     """How the model of a run is loaded."""
     model = config.model
@@ -160,6 +173,8 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)  # bitsandbytes puts its weights on the current device
         if device.type == "meta":
             raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError) as error:
@@ -186,9 +201,11 @@ class Run:
     """A run with its model loaded."""
 
     def __init__(self, prepared: Prepared) -> None:
+        from .memory import without_weights
         from .policy import LoRAPolicy, add_lora
 
         config, self.prepared = prepared.config, prepared
+        check_sampling(config, without_weights(config, encoders=False)[0])
         self.config, self.out, self.device = config, prepared.out, prepared.device
         self.started = time.time()
         dtype, s = DTYPES[config.model.dtype], config.sampling
@@ -200,9 +217,6 @@ class Run:
         self.latent_shape = self.family.latent_shape(s.height, s.width, s.frames)
         self.sigmas = self.family.sigmas(s.steps, s.height, s.width)
         self.eval_sigmas = self.family.sigmas(config.eval.steps or s.steps, s.height, s.width)
-        self._check_window()
-        for guidance in (s.guidance, config.eval.guidance or 1.0):
-            self.family.check_guidance(guidance)
         self.policy = LoRAPolicy(self.family, conditioning, guidance=s.guidance, dtype=dtype)
         add_lora(self.family, config.lora, config.seed)
         if config.model.gradient_checkpointing:
@@ -237,17 +251,6 @@ class Run:
 
     def _load(self, parts: str) -> Family:
         return load_model(self.config.model_path, load_options(self.config, self.device), parts)
-
-    def _check_window(self) -> None:
-        """Raise UserError where the window has a step at which the trained transformer is not asked."""
-        trained = self.family.trained_steps(self.sigmas)
-        for window in self.config.grpo.windows(len(trained)):
-            if bool((window & ~trained).any()):
-                steps = trained.nonzero().flatten().tolist()
-                span = (
-                    f"window_start {steps[0]} or more, window_stop {steps[-1] + 1} or less" if steps else "more steps"
-                )
-                raise UserError(f"the stochastic window has steps of the expert that is not trained; set {span}")
 
     def _encode(self):
         """Encode every prompt that this run will use, with encoders that are gone afterwards."""

@@ -53,9 +53,20 @@ def read_json(path: str, file: str) -> dict[str, Any]:
         if path.startswith((".", "/", "~")) or path.count("/") != 1:
             raise UserError(f"model {path} does not exist; give a diffusers folder or a hub id like 'owner/name'")
         from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
         try:
             source = Path(hf_hub_download(path, file))
+        except GatedRepoError:
+            raise UserError(
+                f"model {path} asks for its licence to be accepted: do so at https://huggingface.co/{path}, then run "
+                "`hf auth login`"
+            ) from None
+        except RepositoryNotFoundError:
+            raise UserError(
+                f"model {path} is no folder here, and the hub has no such model, or a private one; check the name, or "
+                "run `hf auth login`"
+            ) from None
         except Exception as error:  # the hub client raises many unrelated types
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"model {path} is no folder here and cannot be had from the hub: {reason}") from None

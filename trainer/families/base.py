@@ -111,7 +111,9 @@ class Family(ABC):
                 module.requires_grad_(False).eval()
                 if name == "vae" and cls.VAE_DTYPE is not None:
                     module.to(cls.VAE_DTYPE)
-                rests = (name == "vae" and options.offload_vae) or getattr(module, "is_quantized", False)
+                # bitsandbytes has put its weights where they belong.
+                placed = options.quantize == "nf4" and getattr(module, "is_quantized", False)
+                rests = (name == "vae" and options.offload_vae) or placed
                 if not (rests or module.device.type == "meta"):
                     module.to(options.device)
         return family

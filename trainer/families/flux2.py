@@ -96,4 +96,4 @@ class Flux2Klein(Flux2):
 
     @property
     def is_distilled(self) -> bool:
-        return bool(self.pipeline.config.get("is_distilled"))
+        return bool(getattr(self.pipeline.config, "is_distilled", False))
