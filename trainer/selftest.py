@@ -207,4 +207,5 @@ def main(arguments: list[str]) -> int:
 
 def self_name(checks: Checks) -> str:
     """What was tested, in words."""
-    return f"{Path(checks.model).name if checks.length else EMBEDDED}, {checks.dtype}, {checks.device}"
+    name = EMBEDDED if checks.model == str(MODEL_DIR) else Path(checks.model).name
+    return f"{name}, {checks.dtype}, {checks.device}"
