@@ -8,16 +8,17 @@ import torch
 
 from .config import RunConfig
 from .families import pipeline_class_of
-from .memory import Component, estimate, without_weights
-from .run import check_sampling, load_options
+from .memory import Component, measure, without_weights
+from .run import check_sampling
 
 
 def describe(config: RunConfig, prompts: int, eval_prompts: int) -> str:
     """The report. Reads the model's configs alone. Raises UserError for a model or size that cannot be trained."""
-    family, _ = without_weights(config, encoders=False)
-    type(family).check_options(replace(load_options(config, torch.device("cpu")), quantize="none"))
+    family, encoders = without_weights(config)
+    # The machine that will train may have the packages and the device that this one lacks.
+    family.check_options(replace(family.options, quantize="none"))
     check_sampling(config, family)
-    memory = estimate(config)
+    memory = measure(config, family, encoders)
     s, grpo = config.sampling, config.grpo
     shape = family.latent_shape(s.height, s.width, s.frames)
     sigmas = family.sigmas(s.steps, s.height, s.width)

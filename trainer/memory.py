@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .config import RunConfig
-from .families import Family, LoadOptions, family_class, read_json
+from .families import Family, family_class, read_json
 from .policy import attach_lora, lora_layers
+from .run import load_options
 
 BITS = {"none": None, "int8": 8.0, "nf4": 4.127}
 """Bits of a quantised weight; nf4 with its constants in double quantisation."""
@@ -91,15 +92,10 @@ def build(path: str, name: str, library: str, kind: str) -> Any:
 
 def without_weights(config: RunConfig, encoders: bool = True) -> tuple[Family, dict[str, nn.Module]]:
     """The family of a run and its text encoders, on the meta device; of the model only configs are read."""
-    path, model = config.model_path, config.model
+    path = config.model_path
     cls = family_class(path)
-    options = LoadOptions(
-        dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[model.dtype],
-        device=META,
-        max_sequence_length=model.max_sequence_length,
-        embedded_guidance=config.sampling.embedded_guidance,
-        expert=model.expert,
-    )
+    # What has no weights cannot rest on the CPU.
+    options = replace(load_options(config, META), offload_vae=False)
     left_out = {*cls.unused(options), *(() if encoders else cls.ENCODERS)}
     built = {name: build(path, name, *of) for name, of in components_of(path).items() if name not in left_out}
     index = read_json(path, "model_index.json")
@@ -177,7 +173,11 @@ def estimate(config: RunConfig) -> Memory:
 
     Raises UserError as loading would for a folder that lacks its configs.
     """
-    family, encoders = without_weights(config)
+    return measure(config, *without_weights(config))
+
+
+def measure(config: RunConfig, family: Family, encoders: dict[str, nn.Module]) -> Memory:
+    """`estimate` of a model that is built; puts a LoRA on it."""
     model, grpo, s = config.model, config.grpo, config.sampling
     shape = family.latent_shape(s.height, s.width, s.frames)
     kinds = components_of(config.model_path)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sfgrpo.schedule import mu_for_tokens
+
 from ..errors import UserError
 from .base import Family, LoadOptions
 
@@ -42,18 +44,9 @@ class Flux1(Family):
         }
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-
         scheduler = type(self.pipeline.scheduler).from_config(self.pipeline.scheduler.config)
-        config, (_, h, w) = scheduler.config, self.latent_shape(height, width)
-        mu = calculate_shift(
-            h // 2 * (w // 2),
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        return set_even_times(scheduler, steps, mu)
+        _, h, w = self.latent_shape(height, width)
+        return set_even_times(scheduler, steps, mu_of(scheduler.config, h // 2 * (w // 2)))
 
     @classmethod
     def size_for(cls, transformer: Mapping[str, Any], vae: Mapping[str, Any]) -> tuple[int, int]:
@@ -98,6 +91,17 @@ def check_size(vae: Mapping[str, Any], height: int, width: int) -> None:
     unit = 2 * vae_scale(vae)
     if height < 1 or width < 1 or height % unit or width % unit:
         raise UserError(f"height and width must be multiples of {unit} for this model; got {height} x {width}")
+
+
+def mu_of(config: Mapping[str, Any], tokens: int) -> float:
+    """mu of a scheduler's config for an image of so many tokens, as the pipelines compute it."""
+    return mu_for_tokens(
+        tokens,
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", 1.15),
+    )
 
 
 def set_even_times(scheduler: Any, steps: int, mu: float) -> Tensor:

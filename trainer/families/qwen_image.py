@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sfgrpo.schedule import mu_for_tokens
-
 from ..errors import UserError
 from .base import Family, LoadOptions
-from .flux import LATENT_SIZE, set_even_times
+from .flux import LATENT_SIZE, mu_of, set_even_times
 
 
 class QwenImage(Family):
@@ -109,14 +107,3 @@ def without_prefix(file: str) -> dict[str, Tensor]:
 def vae_scale(vae: Mapping[str, Any]) -> int:
     """Pixels to a side of a latent."""
     return 2 ** len(vae["temperal_downsample"])
-
-
-def mu_of(config: Mapping[str, Any], tokens: int) -> float:
-    """mu of a scheduler's config for an image of so many tokens, as the pipelines compute it."""
-    return mu_for_tokens(
-        tokens,
-        config.get("base_image_seq_len", 256),
-        config.get("max_image_seq_len", 4096),
-        config.get("base_shift", 0.5),
-        config.get("max_shift", 1.15),
-    )

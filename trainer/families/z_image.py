@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .base import Family, pad
-from .flux import set_even_times, vae_scale
-from .qwen_image import mu_of
+from .flux import mu_of, set_even_times, vae_scale
 
 
 class ZImage(Family):
