@@ -1,7 +1,8 @@
 """Rewards: `fn(images, prompts, metadata) -> scores`.
 
 images (B, 3, H, W) float32 in [0, 1]; prompts B strings; metadata B mappings (whatever the prompt file gives beside
-the prompt); scores (B,) float. One file each, heavy imports inside the function; names and settings are in `registry`.
+the prompt); scores (B,) float. One file each, heavy imports inside the function; names and settings are in `registry`,
+and what happens where a reward fails is in `guard`.
 
 A reward may have methods beside, all optional: `check()` raises ValueError where its files or packages are not there;
 `check_prompt(prompt, metadata, size)` raises ValueError for what it cannot score, and is asked in place of scoring a
@@ -11,19 +12,23 @@ grey image; `free()` lets its model go.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..prompts import Prompt
+from .guard import FailurePolicy, Guard, RewardError, WrongScores, as_scores
 from .registry import PATH_SETTINGS, REWARDS, Reward, get_reward, read_term
 
 __all__ = [
     "PATH_SETTINGS",
     "REWARDS",
+    "FailurePolicy",
+    "Guard",
     "Mix",
     "Reward",
+    "RewardError",
     "ScoreFn",
     "Scores",
     "Term",
@@ -45,6 +50,8 @@ class Scores:
     """(B,) float32: the weighted sum, which credit sees."""
     parts: dict[str, Tensor]
     """Name -> (B,) float32: each reward by itself, without its weight."""
+    problems: list[str] = field(default_factory=list)
+    """What went wrong, in words, where images were dropped: their scores are NaN."""
 
 
 ScoreFn = Callable[[Tensor, Sequence[str], Sequence[Mapping]], Scores]
@@ -59,7 +66,9 @@ class Term:
     """What its scores are called in `Scores.parts`."""
     fn: Reward
     weight: float = 1.0
-    """Negative where less is better."""
+    """Negative where less is better; 0 only watches."""
+    normalise: bool = False
+    """Credit sees the score divided by its std over the iteration's finished images, so that weights compare."""
 
 
 def number_names(terms: Sequence[Term]) -> list[Term]:
@@ -82,6 +91,8 @@ class Mix:
     """A weighted sum of rewards; each keeps its own scores as a part."""
 
     terms: tuple[Term, ...]
+    guard: Guard | None = None
+    """Asks the rewards; None lets what they raise through."""
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -91,8 +102,23 @@ class Mix:
             raise ValueError(f"two rewards have the same name: {', '.join(names)}")
 
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping]) -> Scores:
-        parts = {term.name: term.fn(images, prompts, metadata).float().cpu() for term in self.terms}
-        return Scores(sum(term.weight * parts[term.name] for term in self.terms), parts)
+        """Raises RewardError where the guard's policy is to stop, and ValueError for scores of the wrong number."""
+        parts, problems = {}, []
+        for term in self.terms:
+            if self.guard is not None:
+                parts[term.name], words = self.guard.ask(term.name, term.fn, images, prompts, metadata)
+                problems += words
+                continue
+            try:
+                parts[term.name] = as_scores(term.fn(images, prompts, metadata), len(images))
+            except WrongScores as error:
+                raise WrongScores(f"reward {term.name} {error}") from None
+        return Scores(self.total(parts), parts, problems)
+
+    def total(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The weighted sum; what is only watched does not enter it, not even as NaN."""
+        values = [term.weight * parts[term.name] for term in self.terms if term.weight]
+        return sum(values) if values else torch.zeros_like(parts[self.terms[0].name])
 
     def check(self) -> None:
         """Raise ValueError, naming the reward, where its files or packages are not there."""
@@ -126,17 +152,16 @@ def combine(terms: Sequence[Term]) -> Mix:
     return Mix(tuple(terms))
 
 
-def mix(rewards: Mapping[str, float | Mapping]) -> Mix:
+def mix(rewards: Mapping[str, float | Mapping], failures: FailurePolicy | None = None) -> Mix:
     """`combine` over rewards as a run file names them.
 
-    rewards: name -> weight, or name -> table of settings (`read_term`). Raises ValueError for an unknown name or
-    setting, or an empty mapping.
+    rewards: name -> weight, or name -> table of settings (`read_term`). failures: what is done about a reward that
+    fails; None lets its exceptions through. Raises ValueError for an unknown name or setting, or an empty mapping.
     """
     terms = []
     for name, value in rewards.items():
-        fn, weight = read_term(name, value)
-        terms.append(Term(name, fn, weight))
-    return combine(terms)
+        terms.append(Term(name, *read_term(name, value)))
+    return Mix(tuple(terms), None if failures is None else Guard(failures))
 
 
 def check_rewards(score: ScoreFn) -> None:

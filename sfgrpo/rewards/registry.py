@@ -20,6 +20,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from .custom import is_custom, load_custom
 from .jpeg import jpeg_size_reward
 from .shapes import shapes_reward
 
@@ -51,6 +52,7 @@ _made: WeakValueDictionary[str, Any] = WeakValueDictionary()
 def get_reward(kind: str, /, **settings: Any) -> Reward:
     """The reward of this name with these settings; equal settings give the same object, and so one model in memory.
 
+    A kind `module:name` or `file.py:name` runs the user's own code (`custom`): never pass on one from a workflow.
     Raises ValueError for an unknown name or setting, or for a value that the setting does not take.
     """
     target = _find(kind)
@@ -66,7 +68,7 @@ def get_reward(kind: str, /, **settings: Any) -> Reward:
     if not inspect.isclass(target):
         return partial(target, **settings) if settings else target
     made = target(**settings)
-    return _made.setdefault(repr(made), made)
+    return _made.setdefault(f"{kind} {made!r}", made)
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,15 @@ class Setting:
 def settings_of(target: Any) -> dict[str, Setting]:
     """Name -> Setting of a reward's class or function."""
     if dataclasses.is_dataclass(target):
-        hints, missing = get_type_hints(target), dataclasses.MISSING
+        hints, missing = _hints(target), dataclasses.MISSING
         return {
-            f.name: Setting(hints[f.name], f.default is missing and f.default_factory is missing)
+            f.name: Setting(hints.get(f.name, Any), f.default is missing and f.default_factory is missing)
             for f in dataclasses.fields(target)
             if f.init
         }
     fixed = target.keywords if isinstance(target, partial) else {}
     function = target.func if isinstance(target, partial) else target
-    hints = get_type_hints(function)
+    hints = _hints(function)
     return {
         p.name: Setting(hints.get(p.name, Any), p.default is p.empty)
         for p in inspect.signature(function).parameters.values()
@@ -97,27 +99,39 @@ def settings_of(target: Any) -> dict[str, Setting]:
     }
 
 
-def read_term(name: str, value: Any) -> tuple[Reward, float]:
-    """A reward and its weight as a run file has them.
+def _hints(target: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(target)
+    except Exception:  # annotations of the user's own code may name anything
+        return {}
 
-    value: the weight, or a table of `weight` (1 if left out), `kind` (`name` if left out) and the reward's settings.
-    Raises ValueError where it is neither, or where the weight is not finite.
+
+def read_term(name: str, value: Any) -> tuple[Reward, float, bool]:
+    """A reward, its weight, and whether its scores are normalised, as a run file has them.
+
+    value: the weight, or a table of `weight` (1 if left out), `normalise` (false if left out), `kind` (`name` if left
+    out) and the reward's settings. Raises ValueError where it is neither, or where the weight is not finite.
     """
     if isinstance(value, Mapping):
         settings = dict(value)
         kind, weight = settings.pop("kind", name), settings.pop("weight", 1.0)
+        normalise = settings.pop("normalise", False)
     else:
-        settings, kind, weight = {}, name, value
+        settings, kind, weight, normalise = {}, name, value, False
+    if not isinstance(normalise, bool):
+        raise ValueError(f"normalise must be true or false, got {normalise!r}")
     if not isinstance(kind, str):
         raise ValueError(f"kind must be the name of a reward, got {kind!r}")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise ValueError(f"needs a weight, or a table of settings, got {weight!r}")
     if not math.isfinite(weight):
         raise ValueError(f"the weight must be finite, got {weight}")
-    return get_reward(kind, **settings), float(weight)
+    return get_reward(kind, **settings), float(weight), normalise
 
 
 def _find(kind: str) -> Any:
+    if is_custom(kind):
+        return load_custom(kind)
     if kind not in REWARDS:
         raise ValueError(f"unknown reward {kind!r}; choose one of {', '.join(REWARDS)}")
     target = REWARDS[kind]

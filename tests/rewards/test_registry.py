@@ -95,12 +95,12 @@ def test_weights_are_finite(weight):
 
 
 def test_read_term():
-    assert read_term("shapes", 2) == (shapes_reward, 2.0)
-    assert read_term("shapes", {}) == (shapes_reward, 1.0)
-    assert read_term("mine", {"kind": "shapes", "weight": -0.5}) == (shapes_reward, -0.5)
+    assert read_term("shapes", 2) == (shapes_reward, 2.0, False)
+    assert read_term("shapes", {}) == (shapes_reward, 1.0, False)
+    assert read_term("mine", {"kind": "shapes", "weight": -0.5, "normalise": True}) == (shapes_reward, -0.5, True)
     with pytest.raises(ValueError, match="kind must be the name of a reward, got 3"):
         read_term("mine", {"kind": 3})
-    reward, weight = read_term("p", {"kind": "pickscore", "dtype": "fp16"})
+    reward, weight, _ = read_term("p", {"kind": "pickscore", "dtype": "fp16"})
     assert (type(reward).__name__, reward.dtype, weight) == ("PickScore", "fp16", 1.0)
 
 
