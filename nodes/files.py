@@ -15,7 +15,7 @@ import folder_paths
 from torch import Tensor
 
 from ..sfgrpo.export import save_lora
-from ..sfgrpo.lora_file import LoRAFile, read_lora
+from ..sfgrpo.lora_files.file import LoRAFile, read_lora
 from ..sfgrpo.prompts import SUFFIXES as PROMPT_SUFFIXES
 from ..sfgrpo.prompts import Prompt, read_prompts
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch
 from comfy_api.latest import io, ui
+from comfy_execution.graph_utils import ExecutionBlocker
 
-from ..sfgrpo.lora_convert import convert
-from ..sfgrpo.lora_doctor import report
+from ..sfgrpo.dtypes import DTYPES
+from ..sfgrpo.lora_files.convert import convert
+from ..sfgrpo.lora_files.doctor import report
 from .compat import make
 from .files import NONE, Checkpoints, lora_files, read_lora_file, safe_name, stamps
 from .pictures import show_text
 
-DTYPES = {"same": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SAME = "same"
+"""Choice of dtype that keeps the file's."""
 
 
 class LoRADoctor(io.ComfyNode):
@@ -46,15 +49,18 @@ class LoRADoctor(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "dtype",
-                    options=list(DTYPES),
-                    default="same",
+                    options=[SAME, *DTYPES],
+                    default=SAME,
                     tooltip="Precision of the fixed LoRA; same keeps the file's.",
                 ),
             ],
             outputs=[
                 io.String.Output("report", display_name="report", tooltip="What the file is, in words."),
                 io.Custom("LORA_MODEL").Output(
-                    "lora", display_name="lora", tooltip="The fixed LoRA, for Load LoRA Model and Save LoRA Weights."
+                    "lora",
+                    display_name="lora",
+                    tooltip="The fixed LoRA, for Load LoRA Model and Save LoRA Weights. Where there can be none, nodes "
+                    "that want it do not run.",
                 ),
             ],
         )
@@ -73,8 +79,14 @@ class LoRADoctor(io.ComfyNode):
         with torch.no_grad():
             file = read_lora_file(lora_file)
             text = report(file).text()
-            state, metadata = convert(file, DTYPES[dtype])
-        if name.strip():
-            text += f"\nsaved: {Checkpoints(name).save('fixed', state, metadata)}"
+            try:
+                lora, metadata = convert(file, DTYPES.get(dtype))
+            except ValueError as refusal:
+                # The report is worth having all the same. Nodes that want the LoRA are stopped with the reason.
+                text += f"\nno fixed LoRA: {refusal}"
+                lora = ExecutionBlocker(str(refusal))
+            else:
+                if name.strip():
+                    text += f"\nsaved: {Checkpoints(name).save('fixed', lora, metadata)}"
         show_text(cls, text)
-        return io.NodeOutput(text, state, ui=ui.PreviewText(text))
+        return io.NodeOutput(text, lora, ui=ui.PreviewText(text))

@@ -22,8 +22,8 @@ from ..sfgrpo.evaluate import Evaluation, evaluate
 from ..sfgrpo.export import fold
 from ..sfgrpo.loop import StepwiseGRPO
 from ..sfgrpo.lora import TARGETS, choose_targets
-from ..sfgrpo.lora_convert import factors_named
-from ..sfgrpo.lora_file import LoRAFile
+from ..sfgrpo.lora_files.convert import factors_named
+from ..sfgrpo.lora_files.file import LoRAFile
 from ..sfgrpo.pictures import tile
 from ..sfgrpo.prompts import Prompt, pick_prompts
 from ..sfgrpo.update import set_learning_rate

@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
+from sfgrpo.dtypes import DTYPES
 from sfgrpo.export import save_lora
-from sfgrpo.lora_convert import convert, understand, warnings
-from sfgrpo.lora_doctor import report
-from sfgrpo.lora_file import read_lora
-from sfgrpo.lora_merge import merge
+from sfgrpo.lora_files.convert import convert, understand, warnings
+from sfgrpo.lora_files.doctor import report
+from sfgrpo.lora_files.file import read_lora
+from sfgrpo.lora_files.merge import merge
 
 from .errors import UserError
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Parser(argparse.ArgumentParser):

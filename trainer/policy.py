@@ -14,8 +14,8 @@ from torch import Tensor
 
 from sfgrpo.export import fold
 from sfgrpo.lora import init_factors
-from sfgrpo.lora_convert import factors_named
-from sfgrpo.lora_file import read_lora as read_file
+from sfgrpo.lora_files.convert import factors_named
+from sfgrpo.lora_files.file import read_lora as read_file
 from sfgrpo.prompts import Prompt
 
 from .config import LoRAConfig

@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from sfgrpo import __version__
+from sfgrpo.dtypes import DTYPES
 from sfgrpo.ema import EMA
 from sfgrpo.evaluate import Evaluation, evaluate
 from sfgrpo.export import file_hash, save_lora
@@ -34,7 +35,6 @@ from .config import RunConfig, to_toml, without_folders
 from .errors import UserError
 from .families import Family, LoadOptions, check_size, family_class, family_of, load_model
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FREE_BYTES = 500_000_000
 
 

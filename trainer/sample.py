@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from sfgrpo.dtypes import DTYPES
 from sfgrpo.prompts import Prompt, read_prompts
 from sfgrpo.shapes import MODEL_DIR
 
@@ -42,7 +43,7 @@ def parser() -> Parser:
     p.add_argument("--frames", type=int, default=1, help="frames of a video (Wan): 1, 5, 9, ...; shows the middle one")
     p.add_argument("--expert", choices=("high", "low"), help="which of two transformers --lora is for (Wan 2.2 A14B)")
     p.add_argument("--quantize", choices=QUANTISATIONS, default="none", help="base weights in 8 or 4 bit")
-    p.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: bf16 on a GPU, else fp32")
+    p.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, else fp32")
     p.add_argument("--device", default="auto")
     p.add_argument("--batch", type=int, default=16, help="images made at once")
     p.add_argument("--out", type=Path, default=Path("samples"), help="folder of the images")
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
     embedded = args.model == EMBEDDED
     model = str(MODEL_DIR) if embedded else args.model
     from .families import LoadOptions, check_size, family_class, load_model
-    from .run import DTYPES, check_writable, pick_device, quiet
+    from .run import check_writable, pick_device, quiet
 
     shape = check_size(model, args.height, args.width, args.frames)
     check_writable(args.out)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sfgrpo.dtypes import DTYPES
 from sfgrpo.export import save_lora
 from sfgrpo.kernels import Kernel
 from sfgrpo.loop import GRPOConfig, StepwiseGRPO
@@ -24,7 +25,7 @@ from sfgrpo.shapes import MODEL_DIR
 from .config import EMBEDDED, LoRAConfig
 from .families import check_size, load_family
 from .policy import LoRAPolicy, add_lora, encode_prompts, lora_layers, lora_state
-from .run import DTYPES, pick_device, quiet
+from .run import pick_device, quiet
 from .sample import Parser
 
 PROMPTS = ("three red circles", "a square", "a blue cross")

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sfgrpo.export import save_lora
-from sfgrpo.lora_convert import convert, understand
-from sfgrpo.lora_file import read_lora
-from sfgrpo.lora_loaders import in_comfyui, in_diffusers
-from sfgrpo.lora_merge import merge
+from sfgrpo.lora_files.convert import convert, understand
+from sfgrpo.lora_files.file import read_lora
+from sfgrpo.lora_files.loaders import in_comfyui, in_diffusers
+from sfgrpo.lora_files.merge import merge
 from tests.lora_dialects import ALPHA, DIALECTS, RANK, write
 from tests.lora_models import (
     SMALL,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from sfgrpo.lora_file import common_dtype, read_lora
-from sfgrpo.lora_keys import parse
+from sfgrpo.lora_files.file import common_dtype, read_lora
+from sfgrpo.lora_files.keys import parse
 
 A, B = (
     "transformer.transformer_blocks.0.attn.to_q.lora_A.weight",

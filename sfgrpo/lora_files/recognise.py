@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .lora_file import LoRAFile
-from .lora_keys import Layer
-from .lora_names import FAMILIES, Family, Place
+from .families import FAMILIES
+from .file import LoRAFile
+from .keys import Layer
+from .names import Family, Place
 
 RATIOS = {
     "img_mlp.0": {"flux1": 4, "chroma": 4, "flux2": 6},

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .export import fold
-from .lora_file import LoRAFile, common_dtype
-from .lora_keys import FOLDED, Layer, Scale, parse, scale_of
-from .lora_names import Entry, Family, Place, cut, to_native
-from .lora_recognise import UnknownModel, recognise
+from ..export import fold
+from .file import LoRAFile, common_dtype
+from .keys import Layer, parse
+from .names import Entry, Family, Place, cut, to_native
+from .recognise import UnknownModel, recognise
+from .scale import FOLDED, Scale, scale_of
 
 Pair = tuple[Tensor, Tensor]
 
@@ -136,7 +137,7 @@ ALPHA_KEYS = ("lora_adapter_metadata", "alpha", "lora_alpha", "network_alpha", "
 
 def describe(file: LoRAFile, state: Mapping[str, Tensor], family: Family, what: str) -> dict[str, str]:
     """Metadata of a canonical file: the old ones, less those that tell another alpha or rank."""
-    from . import __version__
+    from .. import __version__
 
     kept = {k: v for k, v in file.metadata.items() if k not in ALPHA_KEYS and not k.startswith("ss_network_")}
     return kept | {

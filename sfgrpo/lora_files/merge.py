@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .export import fold
-from .lora_convert import Pair, Read, check_finite, describe, loadable, understand
-from .lora_file import LoRAFile, common_dtype
-from .lora_names import Family
+from ..export import fold
+from .convert import Pair, Read, check_finite, describe, loadable, understand
+from .file import LoRAFile, common_dtype
+from .names import Family
 
 
 def merge(

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from sfgrpo.lora_convert import convert, factors, factors_named, understand, warnings
-from sfgrpo.lora_doctor import report
-from sfgrpo.lora_file import LoRAFile
-from sfgrpo.lora_merge import cut_rank, merge
+from sfgrpo.lora_files.convert import convert, factors, factors_named, understand, warnings
+from sfgrpo.lora_files.doctor import report
+from sfgrpo.lora_files.file import LoRAFile
+from sfgrpo.lora_files.merge import cut_rank, merge
 
 LAYER = "transformer_blocks.0.attn.to_q"
 KEY = f"transformer.{LAYER}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .lora_convert import Read, understand, warnings
-from .lora_file import LoRAFile
-from .lora_loaders import Verdict, in_comfyui, in_diffusers
+from .convert import Read, understand, warnings
+from .file import LoRAFile
+from .loaders import Verdict, in_comfyui, in_diffusers
 
 SHOWN = 3
 """Layers of a kind that are named; all are counted."""

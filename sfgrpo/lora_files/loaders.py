@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .lora_convert import Read
-from .lora_keys import Layer
-from .lora_names import Place
+from .convert import Read
+from .keys import Layer
+from .names import Place
 
 ALPHA_REFUSED = "it refuses a file with alpha tensors for this model"
 NO_PREFIX = "it reads only keys that begin with `transformer.` and the dialects that it converts"
@@ -55,16 +55,8 @@ def comfyui_names(read: Read, place: Place) -> set[str]:
 
 def in_diffusers(read: Read) -> Verdict:
     """What `load_lora_weights` of the model's pipeline in diffusers does."""
-    rule = {
-        "flux1": _flux1,
-        "chroma": _flux1,
-        "flux2": _flux2,
-        "qwen_image": _qwen,
-        "z_image": _qwen,
-        "wan": _wan,
-        "lumina2": _lumina2,
-    }.get(read.family.key, _plain)
-    return rule(read)
+    rules = {"flux1": _flux1, "chroma": _flux1, "flux2": _flux2, "qwen_image": _qwen, "z_image": _qwen, "wan": _wan}
+    return (rules | {"lumina2": _lumina2}).get(read.family.key, _plain)(read)
 
 
 def _add(verdict: Verdict, read: Read, layer: Layer, scale: float) -> None:
@@ -180,9 +172,8 @@ def _flux2(read: Read) -> Verdict:
             known = _native(layer, place) or (_own(layer, place) and _in_block(place))
             if layer.style != "lora_A" or layer.alpha is not None or not known:
                 return _all(read, "it refuses a file with names or alpha tensors that it does not know")
-        verdict = _some(read, lambda _, p: p.entries[0].rows != "swap", "it would load shift and scale of the final "
-                        "modulation in the wrong order", alphas=False)  # fmt: skip
-        return verdict
+        wrong = "it would load shift and scale of the final modulation in the wrong order"
+        return _some(read, lambda _, p: p.entries[0].rows != "swap", wrong, alphas=False)
     return _plain(read)
 
 

@@ -1,0 +1,110 @@
+"""How strongly a LoRA file's trainer meant its factors: B A times alpha / rank.
+
+Where alpha stands, in this order:
+
+1. a tensor `<layer>.alpha` (kohya, OneTrainer, musubi);
+2. the metadata's `lora_adapter_metadata`, JSON of a peft configuration (diffusers' own training scripts);
+3. `adapter_config.json` beside the file (raw peft, Flow-GRPO), alpha / sqrt(rank) with use_rslora;
+4. the metadata's ss_network_alpha, lora_alpha, network_alpha or alpha, where it is a number;
+5. nowhere: the scale is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+
+from .file import LoRAFile
+from .keys import Layer
+
+FOLDED = "folded into lora_B"
+"""What our own files say of their alpha."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a file scales its factors."""
+
+    where: str
+    """In words."""
+    kind: str
+    """tensors, diffusers, peft, metadata or none."""
+    alpha: float | None = None
+    """Of the whole file, where it has one."""
+    patterns: tuple[tuple[str, float], ...] = ()
+    """peft's alpha_pattern."""
+    root: bool = False
+    """alpha / sqrt(rank): use_rslora."""
+
+    def of(self, layer: Layer) -> float:
+        """The number that B A is multiplied by."""
+        if self.kind == "tensors":
+            return 1.0 if layer.alpha is None else layer.alpha / layer.rank
+        alpha = next((a for p, a in self.patterns if re.match(rf"(.*\.)?({p})$", layer.name)), self.alpha)
+        return 1.0 if alpha is None else alpha / (math.sqrt(layer.rank) if self.root else layer.rank)
+
+
+def scale_of(file: LoRAFile, layers: list[Layer]) -> Scale:
+    """Where a file's scale stands. Raises ValueError for a peft configuration with DoRA or a damaged one."""
+    if any(layer.alpha is not None for layer in layers):
+        return Scale("alpha tensors in the file", "tensors")
+    config = _diffusers_config(file)
+    if config:
+        return _peft_scale(file, config, "lora_alpha in the file's metadata (lora_adapter_metadata)", "diffusers")
+    if file.config:
+        return _peft_scale(file, file.config, "lora_alpha in adapter_config.json beside the file", "peft")
+    ranks = {layer.rank for layer in layers}
+    for key, rank_key in (
+        ("ss_network_alpha", "ss_network_dim"),
+        ("lora_alpha", "rank"),
+        ("network_alpha", "rank"),
+        ("alpha", "rank"),
+    ):
+        alpha, rank = _number(file.metadata.get(key)), _number(file.metadata.get(rank_key))
+        # A file that was merged or cut to another rank still tells the alpha of the one that it came from.
+        if alpha and (rank is None or ranks == {rank}):
+            return Scale(f"{key} in the file's metadata", "metadata", alpha)
+    if file.metadata.get("alpha") == FOLDED:
+        return Scale("folded into lora_B", "none")
+    return Scale("nowhere, so it is taken as the rank", "none")
+
+
+def _number(value) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _diffusers_config(file: LoRAFile) -> dict:
+    text = file.metadata.get("lora_adapter_metadata")
+    if not text:
+        return {}
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        raise ValueError(f"LoRA file {file.name}: lora_adapter_metadata in its metadata is no JSON table; get it again")
+    return {k.removeprefix("transformer."): v for k, v in table.items() if not k.startswith("text_encoder")}
+
+
+def _peft_scale(file: LoRAFile, config: dict, where: str, kind: str) -> Scale:
+    if config.get("use_dora"):
+        raise ValueError(
+            f"LoRA file {file.name} is a DoRA: its magnitudes cannot be folded into A and B without the weights of the "
+            "base model; use a plain LoRA"
+        )
+    alpha, patterns = _number(config.get("lora_alpha")), config.get("alpha_pattern") or {}
+    numbers = {p: _number(a) for p, a in patterns.items()} if isinstance(patterns, dict) else {"": None}
+    if alpha is None or None in numbers.values():
+        raise ValueError(f"LoRA file {file.name}: the alpha of its peft configuration is no number; get it again")
+    for pattern in numbers:
+        try:
+            re.compile(pattern)
+        except re.error:
+            raise ValueError(f"LoRA file {file.name}: alpha_pattern {pattern[:60]!r} is no pattern") from None
+    return Scale(where, kind, alpha, tuple(numbers.items()), bool(config.get("use_rslora")))
