@@ -86,6 +86,35 @@ def test_a_file_that_is_refused(server, data, words):
     assert not list(server.output.rglob("sick*"))
 
 
+ATTENTION = "transformer.transformer_blocks.0.attn.to_q"
+SHARED = "transformer.double_stream_modulation_img.linear"
+REFUSED = {
+    "too large for fp16": (ATTENTION, 1e30, "model: Stable Diffusion 3", "is too large for torch.float16; choose bf16"),
+    "unknown to ComfyUI": (SHARED, 1.0, "model: FLUX.2", "has only layers that ComfyUI cannot load"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_lora_that_cannot_be_fixed_is_reported_all_the_same(server, case):
+    """Nothing is saved; a node that wants the LoRA does not run, and the rest of the workflow does."""
+    layer, size, model, reason = REFUSED[case]
+    factors = {f"{layer}.lora_A.weight": torch.ones(2, 64), f"{layer}.lora_B.weight": torch.full((64, 2), size)}
+    save_file(factors, server.base / "models" / "loras" / "unfit.safetensors")
+    before = set(server.output.rglob("*"))
+    graph, lora = examine(server, lora_file="unfit.safetensors", name="unfit", dtype="fp16")
+    graph.add("save", "SaveLoRA", lora=lora, prefix="loras/unfit")
+    graph.add("patch", "LoraModelLoader", model=graph.model, lora=lora, strength_model=1.0, bypass=False)
+    graph.add("look", "Probe_Look", model=["patch", 0], at_rest=False)
+    graph.add("text", "PreviewAny", source=["doctor", 0])
+    outputs = graph.run().outputs
+    (text,) = outputs["doctor"]["text"]
+    assert model in text and "alpha:" in text
+    last = text.splitlines()[-1]
+    assert last.startswith("no fixed LoRA: ") and reason in last
+    assert outputs["text"]["text"] == [text]
+    assert outputs.keys() == {"doctor", "text"} and set(server.output.rglob("*")) == before
+
+
 def test_names_that_are_refused(server, theirs):
     for name in ("../x", "a/b", "CON"):
         graph, _ = examine(server, lora_file="kohya.safetensors", name=name)

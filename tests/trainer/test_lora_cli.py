@@ -1,4 +1,4 @@
-"""`sfgrpo lora` as a process: what it prints, its exit codes, and that it leaves files alone."""
+"""`sfgrpo lora`: what it prints, its exit codes, and that it leaves files alone."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from sfgrpo_trainer.cli import main
 from tests.lora_dialects import ALPHA, DIALECTS, RANK, SCALE, write
 
 LINEARS = {"double_blocks.0.img_attn.qkv": (128, 384), "single_blocks.0.linear2": (640, 128)}
@@ -20,12 +21,24 @@ def kohya(tmp_path):
     return meant
 
 
-def test_inspect_convert_and_merge(kohya, cli, tmp_path):
-    done = cli("lora", "inspect", "kohya.safetensors", cwd=tmp_path)
-    assert done.returncode == 0 and not done.stderr
-    assert "model: FLUX.1" in done.stdout and f"times {SCALE:g}" in done.stdout and "rank 4" in done.stdout
-    done = cli("lora", "convert", "kohya.safetensors", "new.safetensors", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def lora(tmp_path, monkeypatch, capsys):
+    """`lora(*arguments)`: the command in this process, in tmp_path; (exit code, what it printed, its errors)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["lora", *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_inspect_convert_and_merge(kohya, lora, tmp_path):
+    code, said, errors = lora("inspect", "kohya.safetensors")
+    assert code == 0 and not errors
+    assert "model: FLUX.1" in said and f"times {SCALE:g}" in said and "rank 4" in said
+    code, _, errors = lora("convert", "kohya.safetensors", "new.safetensors")
+    assert code == 0, errors
     state = load_file(tmp_path / "new.safetensors")
     name = "transformer.single_transformer_blocks.0.proj_out"
     got = state[f"{name}.lora_B.weight"] @ state[f"{name}.lora_A.weight"]
@@ -34,8 +47,8 @@ def test_inspect_convert_and_merge(kohya, cli, tmp_path):
         metadata = file.metadata()
     assert metadata["ss_output_name"] == "cats" and "ss_network_alpha" not in metadata
     files = ("kohya.safetensors:0.25", "new.safetensors:-1")
-    done = cli("lora", "merge", "sum.safetensors", *files, "--rank", RANK, "--dtype", "bf16", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    code, _, errors = lora("merge", "sum.safetensors", *files, "--rank", RANK, "--dtype", "bf16")
+    assert code == 0, errors
     summed = load_file(tmp_path / "sum.safetensors")
     assert {v.dtype for v in summed.values()} == {torch.bfloat16}
     got = summed[f"{name}.lora_B.weight"].float() @ summed[f"{name}.lora_A.weight"].float()
@@ -43,13 +56,13 @@ def test_inspect_convert_and_merge(kohya, cli, tmp_path):
     assert (got - wanted).norm() < 0.01 * wanted.norm()
 
 
-def test_a_file_is_not_overwritten(kohya, cli, tmp_path):
+def test_a_file_is_not_overwritten(kohya, lora, tmp_path):
     (tmp_path / "there.safetensors").write_bytes(b"mine")
-    done = cli("lora", "convert", "kohya.safetensors", "there.safetensors", cwd=tmp_path)
-    assert done.returncode == 2 and "there.safetensors exists" in done.stderr
+    code, _, errors = lora("convert", "kohya.safetensors", "there.safetensors")
+    assert code == 2 and "there.safetensors exists" in errors
     assert (tmp_path / "there.safetensors").read_bytes() == b"mine"
-    done = cli("lora", "convert", "kohya.safetensors", "there.safetensors", "--force", cwd=tmp_path)
-    assert done.returncode == 0 and load_file(tmp_path / "there.safetensors")
+    code, _, _ = lora("convert", "kohya.safetensors", "there.safetensors", "--force")
+    assert code == 0 and load_file(tmp_path / "there.safetensors")
 
 
 MISTAKES = {
@@ -67,26 +80,26 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(name, kohya, cli, tmp_path):
+def test_mistakes(name, kohya, lora, tmp_path):
     arguments, words = MISTAKES[name]
     (tmp_path / "bad.safetensors").write_bytes(b"no safetensors")
     before = sorted(tmp_path.iterdir())
-    done = cli("lora", *arguments, cwd=tmp_path)
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith("sfgrpo: error: ") and done.stderr.count("\n") == 1 and words in done.stderr
+    code, said, errors = lora(*arguments)
+    assert code == 2 and not said
+    assert errors.startswith("sfgrpo: error: ") and errors.count("\n") == 1 and words in errors
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_help(cli, tmp_path):
-    done = cli("lora", "--help", cwd=tmp_path)
-    assert done.returncode == 0 and "inspect" in done.stdout
-    assert "sfgrpo lora convert" in cli("--help", cwd=tmp_path).stdout
+def test_help(lora, capsys):
+    code, said, _ = lora("--help")
+    assert code == 0 and "inspect" in said
+    assert main(["--help"]) == 0 and "sfgrpo lora convert" in capsys.readouterr().out
 
 
-def test_neither_diffusers_nor_peft_is_imported(kohya, tmp_path):
+def test_as_a_process_it_imports_neither_diffusers_nor_peft(kohya, tmp_path):
     code = (
         "import sys; from sfgrpo_trainer.cli import main; assert main(['lora', 'inspect', 'kohya.safetensors']) == 0; "
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'diffusers', 'peft', 'transformers', 'accelerate'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.stdout.endswith("[]\n"), done.stderr
+    assert done.stdout.endswith("[]\n") and "model: FLUX.1" in done.stdout and not done.stderr, done.stderr
