@@ -33,7 +33,15 @@ from sfgrpo.update import set_learning_rate
 
 from .config import RunConfig, to_toml, without_folders
 from .errors import UserError
-from .families import Family, LoadOptions, check_size, family_class, family_of, load_model
+from .families import (
+    Family,
+    LoadOptions,
+    check_embedded_guidance,
+    check_size,
+    family_class,
+    family_of,
+    load_model,
+)
 
 FREE_BYTES = 500_000_000
 
@@ -81,6 +89,7 @@ def check_inputs(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     if config.tensorboard and find_spec("tensorboard") is None:
         raise UserError("tensorboard = true needs the package tensorboard: pip install tensorboard")
     check_size(config.model_path, config.sampling.height, config.sampling.width, config.sampling.frames)
+    check_embedded_guidance(config.model_path, config.sampling.embedded_guidance)
     return prompts, eval_prompts[: config.eval.max_prompts]
 
 

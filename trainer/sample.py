@@ -15,7 +15,7 @@ from sfgrpo.shapes import MODEL_DIR
 
 from .config import EMBEDDED
 from .errors import UserError
-from .families.base import QUANTISATIONS
+from .families.loading import QUANTISATIONS
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,10 +63,11 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"LoRA file {args.lora} does not exist")
     embedded = args.model == EMBEDDED
     model = str(MODEL_DIR) if embedded else args.model
-    from .families import LoadOptions, check_size, family_class, load_model
+    from .families import LoadOptions, check_embedded_guidance, check_size, family_class, load_model
     from .run import check_writable, pick_device, quiet
 
     shape = check_size(model, args.height, args.width, args.frames)
+    check_embedded_guidance(model, args.embedded_guidance)
     check_writable(args.out)
     device = pick_device(args.device)
     quiet()

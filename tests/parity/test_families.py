@@ -304,7 +304,8 @@ def test_diffusers_loads_what_was_trained(case, family, targets, tmp_path):
 @pytest.fixture(scope="module")
 def in_comfyui(request, tmp_path_factory):
     """Family name -> (report of ComfyUI, got, expected, layers), of all rows that are asked for in one process."""
-    asked = {i.callspec.params["name"] for i in request.session.items if "in_comfyui" in getattr(i, "fixturenames", ())}
+    here = [i for i in request.session.items if i.module is request.module and "in_comfyui" in i.fixturenames]
+    asked = {i.callspec.params["name"] for i in here}
     checkout, jobs, kept = comfyui(), [], {}
     for name in sorted(asked):
         case = build(name, tmp_path_factory.mktemp(name))

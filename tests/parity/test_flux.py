@@ -13,8 +13,9 @@ from sfgrpo.rollout import rollout
 from sfgrpo.schedule import FAMILIES, family_sigmas
 from sfgrpo_trainer.errors import UserError
 from sfgrpo_trainer.families import LoadOptions, load_family
-from sfgrpo_trainer.families.flux import Flux1, NativeNames
+from sfgrpo_trainer.families.flux import Flux1
 from sfgrpo_trainer.families.flux2 import Flux2, Flux2Klein
+from sfgrpo_trainer.families.loading import read_weights
 from sfgrpo_trainer.policy import LoRAPolicy, encode_prompts
 from tests.small_models import flux, flux2, flux2_klein
 
@@ -65,7 +66,7 @@ def test_embedded_guidance_is_the_pipelines_or_the_given(tmp_path):
         family = load_family(str(tmp_path), torch.float32, CPU, parts="denoiser", embedded_guidance=given)
         assert family.embedded_guidance(x).tolist() == [expected] * 2
     assert Flux1.EMBEDDED_GUIDANCE == 3.5
-    assert Flux2Klein.embedded_guidance(family, x) is None
+    assert Flux2Klein(family.pipeline, family.options).embedded_guidance(x) is None
 
 
 def test_too_few_tokens_for_the_system_message():
@@ -114,9 +115,7 @@ def test_names_of_a_single_file(tmp_path, prefix):
     if prefix:
         weights["vae.decoder.conv_in.bias"] = torch.zeros(1)
     save_file(weights, tmp_path / "model.safetensors")
-    kind = SimpleNamespace(from_single_file=lambda weights, **settings: (weights, settings))
-    read, settings = NativeNames(kind).from_single_file(str(tmp_path / "model.safetensors"), config="folder")
-    assert settings == {"config": "folder"}
+    read = Flux1.native_weights(read_weights(tmp_path / "model.safetensors"))
     assert {name: value.item() for name, value in read.items()} == {
         "img_in.weight": 0.0,
         "single_blocks.0.norm.query_norm.scale": 1.0,

@@ -277,7 +277,7 @@ def in_comfyui():
         heads, channels = config["num_attention_heads"], config.get("in_channels", 16)
         jobs[name] = (
             "WAN22_T2V" if channels == 48 else "WAN21_T2V",
-            wan22_5b.comfy_config(
+            wan.comfy_config(
                 {
                     "attention_head_dim": 128,
                     "in_channels": channels,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.small_models import SmallModel
-from tests.small_models.sd3 import CONTEXT_LENGTH, word_tokenizer
+from tests.small_models.parts import clip, kl_vae, renamer, t5, word_tokenizer
 
 LENGTH = 16
 """T5 tokens."""
@@ -20,38 +20,14 @@ DYNAMIC = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0
 
 
 def build(path: Path, schnell: bool = False) -> None:
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from transformers import CLIPTextModel
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         tokenizers = [word_tokenizer("<end>"), word_tokenizer("<pad>")]
-        clip = CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=len(tokenizers[0]),
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                max_position_embeddings=CONTEXT_LENGTH,
-                bos_token_id=tokenizers[0].bos_token_id,
-                eos_token_id=tokenizers[0].eos_token_id,
-                pad_token_id=tokenizers[0].pad_token_id,
-                initializer_factor=20.0,
-            )
-        )
-        t5 = T5EncoderModel(
-            T5Config(
-                vocab_size=len(tokenizers[1]),
-                d_model=64,
-                d_kv=16,
-                d_ff=64,
-                num_layers=1,
-                num_heads=2,
-                eos_token_id=tokenizers[1].eos_token_id,
-                pad_token_id=tokenizers[1].pad_token_id,
-            )
-        )
+        text_encoder = clip(CLIPTextModel, tokenizers[0], 32)
+        text_encoder_2 = t5(tokenizers[1], 64)
         transformer = FluxTransformer2DModel(
             in_channels=64,
             num_layers=1,
@@ -61,19 +37,7 @@ def build(path: Path, schnell: bool = False) -> None:
             pooled_projection_dim=32,
             guidance_embeds=not schnell,
         )
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            block_out_channels=(16, 16, 32),
-            layers_per_block=1,
-            latent_channels=16,
-            norm_num_groups=8,
-            sample_size=32,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
+        vae = kl_vae(0.3611, 0.1159)
     scheduler = FlowMatchEulerDiscreteScheduler(
         shift=1.0 if schnell else 3.0, use_dynamic_shifting=not schnell, **DYNAMIC
     )
@@ -81,9 +45,9 @@ def build(path: Path, schnell: bool = False) -> None:
         transformer=transformer.eval(),
         scheduler=scheduler,
         vae=vae.eval(),
-        text_encoder=clip.eval(),
+        text_encoder=text_encoder.eval(),
         tokenizer=tokenizers[0],
-        text_encoder_2=t5.eval(),
+        text_encoder_2=text_encoder_2.eval(),
         tokenizer_2=tokenizers[1],
     ).save_pretrained(path)
 
@@ -115,13 +79,7 @@ def draw(output_type: str):
 def native(state: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The names of ComfyUI's model: fused qkv, in single blocks with the feed-forward too; shift before scale."""
     out: dict[str, Tensor] = {}
-
-    def put(new: str, *olds: str, swap: bool = False) -> None:
-        for end in ("weight", "bias"):
-            if f"{olds[0]}.{end}" in state:
-                value = torch.cat([state[f"{old}.{end}"] for old in olds])
-                out[f"{new}.{end}"] = torch.cat(value.chunk(2)[::-1]) if swap else value
-
+    put = renamer(state, out)
     embedders = [("time_in", "timestep"), ("vector_in", "text")]
     if config["guidance_embeds"]:
         embedders.append(("guidance_in", "guidance"))

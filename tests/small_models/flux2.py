@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.small_models import WORDS, SmallModel
+from tests.small_models import SmallModel
+from tests.small_models.parts import image_vae, renamer, tokenizer_of, words
 
 LENGTH = 64
 """Text tokens; the system message takes half of them."""
@@ -73,14 +74,7 @@ def transformer_and_vae(guidance_embeds: bool) -> dict[str, Any]:
         joint_attention_dim=3 * WIDTH,
         guidance_embeds=guidance_embeds,
     )
-    vae = AutoencoderKLFlux2(
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(16, 16, 32),
-        layers_per_block=1,
-        norm_num_groups=8,
-        sample_size=32,
-    )
+    vae = image_vae(AutoencoderKLFlux2)
     vae.bn.running_mean.normal_(0, 0.5)
     vae.bn.running_var.uniform_(0.5, 4)
     scheduler = FlowMatchEulerDiscreteScheduler(
@@ -96,19 +90,15 @@ def transformer_and_vae(guidance_embeds: bool) -> dict[str, Any]:
 
 def chat_tokenizer(template: str, **options):
     """One token a word, and a chat template."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import pre_tokenizers
 
     special = ["<pad>", "<unk>", "<start>", "<end>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-    words = sorted({word for prompt in WORDS for word in prompt.split()} | {"system", "user", "assistant"})
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*special, *words])}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return tokenizer_of(
+        [*special, *words("system", "user", "assistant")],
+        pre_tokenizers.Whitespace(),
         bos_token="<start>",
         eos_token="<end>",
         pad_token="<pad>",
-        unk_token="<unk>",
         additional_special_tokens=special[4:],
         model_max_length=512,
         chat_template=template,
@@ -139,10 +129,7 @@ def draw(output_type: str):
 def native(state: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The names of ComfyUI's model: fused qkv, and shift before scale in the last norm."""
     out: dict[str, Tensor] = {}
-
-    def put(new: str, *olds: str) -> None:
-        out[f"{new}.weight"] = torch.cat([state[f"{old}.weight"] for old in olds])
-
+    put = renamer(state, out)
     embedders = [("time_in", "timestep"), ("guidance_in", "guidance")]
     for new, old in embedders if config["guidance_embeds"] else embedders[:1]:
         for layer, number in (("in_layer", 1), ("out_layer", 2)):
@@ -152,7 +139,7 @@ def native(state: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Ten
     put("img_in", "x_embedder")
     put("txt_in", "context_embedder")
     put("final_layer.linear", "proj_out")
-    out["final_layer.adaLN_modulation.1.weight"] = torch.cat(state["norm_out.linear.weight"].chunk(2)[::-1])
+    put("final_layer.adaLN_modulation.1", "norm_out.linear", swap=True)
     for i in range(config["num_layers"]):
         old, new = f"transformer_blocks.{i}", f"double_blocks.{i}"
         put(f"{new}.img_attn.qkv", *(f"{old}.attn.to_{p}" for p in "qkv"))

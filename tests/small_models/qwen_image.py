@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.small_models import WORDS, SmallModel
+from tests.small_models import SmallModel
+from tests.small_models.parts import tokenizer_of, words
 
 LENGTH = 16
 """Text tokens, of the template's end too."""
@@ -88,19 +89,14 @@ def build(path: Path) -> None:
 
 def chat_tokenizer():
     """One token a word, a mark or a line's end, as many as Qwen's own has in the pipeline's template."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, pre_tokenizers
 
-    words = {word for prompt in WORDS for word in prompt.split()}
-    words |= set("system user assistant Describe the image by detailing color shape size texture quantity".split())
-    words |= set("text spatial relationships of objects and background \n , :".split(" "))
-    vocab = {token: i for i, token in enumerate(["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *sorted(words)])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|\n|[^\w\s]"), behavior="removed", invert=True)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    template = "system user assistant Describe the image by detailing color shape size texture quantity text spatial "
+    template += "relationships of objects and background \n , :"
+    return tokenizer_of(
+        ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *words(*template.split(" "))],
+        pre_tokenizers.Split(Regex(r"\w+|\n|[^\w\s]"), behavior="removed", invert=True),
         pad_token="<pad>",
-        unk_token="<unk>",
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
     )
 

@@ -9,56 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.small_models import WORDS, SmallModel
+from tests.small_models import SmallModel
+from tests.small_models.parts import clip, kl_vae, renamer, t5, word_tokenizer
 
-CONTEXT_LENGTH = 12
 LENGTH = 24
 """T5 tokens."""
 
 
 def build(path: Path) -> None:
     from diffusers import (
-        AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
         SD3Transformer2DModel,
         StableDiffusion3Pipeline,
     )
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+    from transformers import CLIPTextModelWithProjection
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tokenizers = [word_tokenizer("<end>"), word_tokenizer("<end>"), word_tokenizer("<pad>")]
         clips = [
-            CLIPTextModelWithProjection(
-                CLIPTextConfig(
-                    vocab_size=len(tokenizer),
-                    hidden_size=width,
-                    intermediate_size=2 * width,
-                    num_hidden_layers=2,
-                    num_attention_heads=4,
-                    max_position_embeddings=CONTEXT_LENGTH,
-                    projection_dim=projection,
-                    bos_token_id=tokenizer.bos_token_id,
-                    eos_token_id=tokenizer.eos_token_id,
-                    pad_token_id=tokenizer.pad_token_id,
-                    # Large, so that prompts differ although nothing was trained.
-                    initializer_factor=20.0,
-                )
-            )
+            clip(CLIPTextModelWithProjection, tokenizer, width, projection_dim=projection)
             for tokenizer, width, projection in zip(tokenizers, (32, 48), (24, 40), strict=False)
         ]
-        t5 = T5EncoderModel(
-            T5Config(
-                vocab_size=len(tokenizers[2]),
-                d_model=96,
-                d_kv=16,
-                d_ff=64,
-                num_layers=1,
-                num_heads=2,
-                eos_token_id=tokenizers[2].eos_token_id,
-                pad_token_id=tokenizers[2].pad_token_id,
-            )
-        )
+        text_encoder_3 = t5(tokenizers[2], 96)
         transformer = SD3Transformer2DModel(
             sample_size=8,
             patch_size=2,
@@ -74,19 +47,7 @@ def build(path: Path) -> None:
             dual_attention_layers=(0,),
             qk_norm="rms_norm",
         )
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            block_out_channels=(16, 16, 32),
-            layers_per_block=1,
-            latent_channels=16,
-            norm_num_groups=8,
-            sample_size=32,
-            scaling_factor=1.5305,
-            shift_factor=0.0609,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
+        vae = kl_vae(1.5305, 0.0609)
     StableDiffusion3Pipeline(
         transformer=transformer.eval(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -95,31 +56,9 @@ def build(path: Path) -> None:
         tokenizer=tokenizers[0],
         text_encoder_2=clips[1].eval(),
         tokenizer_2=tokenizers[1],
-        text_encoder_3=t5.eval(),
+        text_encoder_3=text_encoder_3.eval(),
         tokenizer_3=tokenizers[2],
     ).save_pretrained(path)
-
-
-def word_tokenizer(pad: str):
-    """One token a word, between <start> and <end>; padded with `pad`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = sorted({word for prompt in WORDS for word in prompt.split()})
-    vocab = {token: i for i, token in enumerate(["<pad>", *words, "<unk>", "<start>", "<end>"])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<start> $A <end>", special_tokens=[(t, vocab[t]) for t in ("<start>", "<end>")]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<start>",
-        eos_token="<end>",
-        pad_token=pad,
-        unk_token="<unk>",
-        model_max_length=CONTEXT_LENGTH,
-    )
 
 
 def draw(output_type: str):
@@ -144,17 +83,7 @@ def draw(output_type: str):
 def native(state: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The names of Stability's own file: fused qkv, and scale before shift in the last norms."""
     out: dict[str, Tensor] = {"pos_embed": state["pos_embed.pos_embed"]}
-
-    def copy(new: str, old: str, swap: bool = False) -> None:
-        for end in ("weight", "bias"):
-            if f"{old}.{end}" in state:
-                value = state[f"{old}.{end}"]
-                out[f"{new}.{end}"] = torch.cat(value.chunk(2)[::-1]) if swap else value
-
-    def fuse(new: str, olds: list[str]) -> None:
-        for end in ("weight", "bias"):
-            out[f"{new}.{end}"] = torch.cat([state[f"{old}.{end}"] for old in olds])
-
+    put = renamer(state, out)
     for new, old in (
         ("x_embedder.proj", "pos_embed.proj"),
         ("context_embedder", "context_embedder"),
@@ -164,15 +93,15 @@ def native(state: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Ten
         ("y_embedder.mlp.2", "time_text_embed.text_embedder.linear_2"),
         ("final_layer.linear", "proj_out"),
     ):
-        copy(new, old)
-    copy("final_layer.adaLN_modulation.1", "norm_out.linear", swap=True)
+        put(new, old)
+    put("final_layer.adaLN_modulation.1", "norm_out.linear", swap=True)
     for i in range(config["num_layers"]):
         old, last = f"transformer_blocks.{i}", i + 1 == config["num_layers"]
         x, context = f"joint_blocks.{i}.x_block", f"joint_blocks.{i}.context_block"
-        copy(f"{x}.adaLN_modulation.1", f"{old}.norm1.linear")
-        copy(f"{context}.adaLN_modulation.1", f"{old}.norm1_context.linear", swap=last)
-        fuse(f"{x}.attn.qkv", [f"{old}.attn.to_{p}" for p in "qkv"])
-        fuse(f"{context}.attn.qkv", [f"{old}.attn.add_{p}_proj" for p in "qkv"])
+        put(f"{x}.adaLN_modulation.1", f"{old}.norm1.linear")
+        put(f"{context}.adaLN_modulation.1", f"{old}.norm1_context.linear", swap=last)
+        put(f"{x}.attn.qkv", *(f"{old}.attn.to_{p}" for p in "qkv"))
+        put(f"{context}.attn.qkv", *(f"{old}.attn.add_{p}_proj" for p in "qkv"))
         for new, part in (
             (f"{x}.attn.proj", "attn.to_out.0"),
             (f"{x}.attn.ln_q", "attn.norm_q"),
@@ -188,9 +117,9 @@ def native(state: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Ten
             (f"{x}.attn2.ln_q", "attn2.norm_q"),
             (f"{x}.attn2.ln_k", "attn2.norm_k"),
         ):
-            copy(new, f"{old}.{part}")
+            put(new, f"{old}.{part}")
         if i in config["dual_attention_layers"]:
-            fuse(f"{x}.attn2.qkv", [f"{old}.attn2.to_{p}" for p in "qkv"])
+            put(f"{x}.attn2.qkv", *(f"{old}.attn2.to_{p}" for p in "qkv"))
     return out
 
 

@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from tests.small_models import SmallModel
-from tests.small_models.sd3 import word_tokenizer
+from tests.small_models.parts import word_tokenizer
 
 LENGTH = 16
 """Text tokens."""
@@ -148,6 +148,21 @@ def comfy_inputs(cond: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str
     """ComfyUI's text encoder too gives zeros after the text."""
     text = cond["encoder_hidden_states"]
     return {"c_crossattn": torch.nn.functional.pad(text, (0, 0, 0, LENGTH - text.shape[1]))}
+
+
+def comfy_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the sizes that ComfyUI does not detect."""
+    return {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": config["num_attention_heads"] * config["attention_head_dim"],
+        "in_dim": config["in_channels"],
+        "out_dim": config["out_channels"],
+        "num_heads": config["num_attention_heads"],
+        "ffn_dim": config["ffn_dim"],
+        "num_layers": config["num_layers"],
+        "text_dim": config["text_dim"],
+    }
 
 
 MODEL = SmallModel(

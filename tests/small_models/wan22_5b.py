@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.small_models import SmallModel
-from tests.small_models.wan import LENGTH, comfy_inputs, draw, native, save, text_parts, transformer, video_vae
+from tests.small_models.wan import (
+    LENGTH,
+    comfy_config,
+    comfy_inputs,
+    draw,
+    native,
+    save,
+    text_parts,
+    transformer,
+    video_vae,
+)
 
 CHANNELS, TEXT_DIM = 48, 64
 
@@ -30,20 +38,6 @@ def build(path: Path) -> None:
         )
         parts = text_parts(TEXT_DIM) | {"transformer": transformer(TEXT_DIM, CHANNELS), "vae": vae}
     save(path, flow_shift=5.0, expand_timesteps=True, **parts)
-
-
-def comfy_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "image_model": "wan2.1",
-        "model_type": "t2v",
-        "dim": config["num_attention_heads"] * config["attention_head_dim"],
-        "in_dim": config["in_channels"],
-        "out_dim": config["out_channels"],
-        "num_heads": config["num_attention_heads"],
-        "ffn_dim": config["ffn_dim"],
-        "num_layers": config["num_layers"],
-        "text_dim": config["text_dim"],
-    }
 
 
 MODEL = SmallModel(

@@ -11,8 +11,17 @@ from pathlib import Path
 import torch
 
 from tests.small_models import SmallModel
-from tests.small_models.wan import LENGTH, comfy_inputs, draw, native, save, text_parts, transformer, video_vae
-from tests.small_models.wan22_5b import comfy_config
+from tests.small_models.wan import (
+    LENGTH,
+    comfy_config,
+    comfy_inputs,
+    draw,
+    native,
+    save,
+    text_parts,
+    transformer,
+    video_vae,
+)
 
 TEXT_DIM = 64
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.small_models import SmallModel
+from tests.small_models.parts import kl_vae, tokenizer_of
 
 LENGTH = 64
 """Text tokens, of the template too."""
@@ -24,7 +25,6 @@ TEMPLATE = (
 
 def build(path: Path) -> None:
     from diffusers import (
-        AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
         ZImagePipeline,
         ZImageTransformer2DModel,
@@ -62,19 +62,7 @@ def build(path: Path) -> None:
         )
         for token in (transformer.x_pad_token, transformer.cap_pad_token):  # zeros otherwise
             nn.init.normal_(token)
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            block_out_channels=(16, 16, 32),
-            layers_per_block=1,
-            latent_channels=16,
-            norm_num_groups=8,
-            sample_size=32,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
+        vae = kl_vae(0.3611, 0.1159)
     ZImagePipeline(
         transformer=transformer.eval(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -86,17 +74,12 @@ def build(path: Path) -> None:
 
 def character_tokenizer():
     """One token a character, with Qwen's chat template."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, pre_tokenizers
 
-    characters = ["\n", *map(chr, range(32, 127))]
-    vocab = {token: i for i, token in enumerate(["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return tokenizer_of(
+        ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "\n", *map(chr, range(32, 127))],
+        pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated"),
         pad_token="<pad>",
-        unk_token="<unk>",
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
         chat_template=TEMPLATE,
     )

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from .base import QUANTISATIONS, Encoded, Family, LoadOptions
+from .base import Encoded, Family
+from .loading import QUANTISATIONS, LoadOptions
 
 __all__ = ["FAMILIES", "QUANTISATIONS", "Encoded", "Family", "LoadOptions"]
 
@@ -112,6 +113,15 @@ def load_model(path: str, options: LoadOptions, parts: str = "all") -> Family:
     except (OSError, ValueError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(f"model {path} cannot be loaded: {reason}") from None
+
+
+def check_embedded_guidance(path: str, guidance: float | None) -> None:
+    """Raise UserError, before any weight is loaded, for embedded guidance of a model without that input."""
+    if guidance is not None and not family_class(path).takes_guidance(read_json(path, "transformer/config.json")):
+        raise UserError(
+            "this model has no input for embedded guidance (FLUX.1-dev and FLUX.2-dev have one); leave "
+            "sampling.embedded_guidance or --embedded-guidance out, and see guidance for classifier-free guidance"
+        )
 
 
 def check_size(path: str, height: int | None, width: int | None, frames: int = 1) -> tuple[int, ...]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sfgrpo.schedule import mu_for_tokens
 
-from ..errors import UserError
-from .base import Family, LoadOptions
+from .base import Family, check_sides
 
 LATENT_SIZE = 128
 """Side of the VAE's latents at the size that the pipeline draws by itself."""
@@ -29,8 +27,10 @@ class Flux1(Family):
     EMBEDDED_GUIDANCE = 3.5
 
     @classmethod
-    def load_one(cls, kind: Any, path: str, subfolder: str, options: LoadOptions) -> nn.Module:
-        return super().load_one(NativeNames(kind), path, subfolder, options)
+    def native_weights(cls, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """diffusers looks for norms as `.scale`, as they are in the original file and not in one that ComfyUI saved."""
+        norms = (".query_norm.weight", ".key_norm.weight")
+        return {f"{n.removesuffix('weight')}scale" if n.endswith(norms) else n: w for n, w in weights.items()}
 
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, pooled, _ = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)
@@ -57,8 +57,8 @@ class Flux1(Family):
     def shape_for(
         cls, transformer: Mapping[str, Any], vae: Mapping[str, Any], height: int, width: int, frames: int = 1
     ) -> tuple[int, ...]:
-        check_size(vae, height, width)
         scale = vae_scale(vae)
+        check_sides(height, width, 2 * scale)
         return transformer["in_channels"] // 4, height // scale, width // scale
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
@@ -86,13 +86,6 @@ def vae_scale(vae: Mapping[str, Any]) -> int:
     return 2 ** (len(vae["block_out_channels"]) - 1)
 
 
-def check_size(vae: Mapping[str, Any], height: int, width: int) -> None:
-    """Raise UserError for a size that is not made of whole tokens, 2 x 2 latents each."""
-    unit = 2 * vae_scale(vae)
-    if height < 1 or width < 1 or height % unit or width % unit:
-        raise UserError(f"height and width must be multiples of {unit} for this model; got {height} x {width}")
-
-
 def mu_of(config: Mapping[str, Any], tokens: int) -> float:
     """mu of a scheduler's config for an image of so many tokens, as the pipelines compute it."""
     return mu_for_tokens(
@@ -114,30 +107,3 @@ def set_even_times(scheduler: Any, steps: int, mu: float) -> Tensor:
     else:
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
     return scheduler.sigmas.float().cpu()
-
-
-@dataclass
-class NativeNames:
-    """A transformer class that reads ComfyUI's names from a single file where diffusers does not.
-
-    diffusers looks for the norms of FLUX.1 as `.scale`, as they are in the original file and not in one that ComfyUI
-    saved, and keeps the prefix that whole checkpoints have before the names of FLUX.2.
-    """
-
-    kind: Any
-
-    def from_pretrained(self, *args: Any, **settings: Any) -> nn.Module:
-        return self.kind.from_pretrained(*args, **settings)
-
-    def from_single_file(self, file: str, **settings: Any) -> nn.Module:
-        from safetensors.torch import load_file
-
-        weights, prefix = load_file(file), "model.diffusion_model."
-        if any(name.startswith(prefix) for name in weights):
-            weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
-        norms = (".query_norm", ".key_norm")
-        named = {
-            f"{name}.scale" if end == "weight" and name.endswith(norms) else f"{name}.{end}": w
-            for (name, _, end), w in ((name.rpartition("."), w) for name, w in weights.items())
-        }
-        return self.kind.from_single_file(named, **settings)

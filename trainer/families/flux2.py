@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from .base import Family, LoadOptions
-from .flux import LATENT_SIZE, NativeNames, check_size, set_even_times, vae_scale
+from .base import Family, check_sides
+from .flux import LATENT_SIZE, set_even_times, vae_scale
 
 
 class Flux2(Family):
@@ -28,10 +28,6 @@ class Flux2(Family):
     def least_length(cls) -> int:
         # The system message, which stands before the prompt, takes about 40 tokens.
         return 64
-
-    @classmethod
-    def load_one(cls, kind: Any, path: str, subfolder: str, options: LoadOptions) -> nn.Module:
-        return super().load_one(NativeNames(kind), path, subfolder, options)
 
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, _ = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)
@@ -57,8 +53,8 @@ class Flux2(Family):
     def shape_for(
         cls, transformer: Mapping[str, Any], vae: Mapping[str, Any], height: int, width: int, frames: int = 1
     ) -> tuple[int, ...]:
-        check_size(vae, height, width)
         unit = 2 * vae_scale(vae)
+        check_sides(height, width, unit)
         return transformer["in_channels"], height // unit, width // unit
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
@@ -86,13 +82,11 @@ class Flux2Klein(Flux2):
     """A loaded Flux2KleinPipeline. Its pipeline's negative prompt is always the empty one; ours may be any."""
 
     PIPELINE = "Flux2KleinPipeline"
+    EMBEDDED_GUIDANCE = None
 
     @classmethod
     def least_length(cls) -> int:
         return 1
-
-    def embedded_guidance(self, x: Tensor) -> None:
-        return None
 
     @property
     def is_distilled(self) -> bool:

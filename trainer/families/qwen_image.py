@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import UserError
-from .base import Family, LoadOptions
+from .base import Family, check_sides
 from .flux import LATENT_SIZE, mu_of, set_even_times
 
 
@@ -25,17 +24,6 @@ class QwenImage(Family):
     PIPELINE = "QwenImagePipeline"
     TRANSFORMER = "QwenImageTransformer2DModel"
     LONGEST = 1024
-
-    @classmethod
-    def load_one(cls, kind: Any, path: str, subfolder: str, options: LoadOptions) -> nn.Module:
-        """As for all families; but diffusers leaves the prefix of a checkpoint's names, and here it is taken off."""
-        if options.transformer_file is None:
-            return super().load_one(kind, path, subfolder, options)
-
-        def from_single_file(file: str, **settings: Any) -> nn.Module:
-            return kind.from_single_file(without_prefix(file), **settings)
-
-        return super().load_one(SimpleNamespace(from_single_file=from_single_file), path, subfolder, options)
 
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, mask = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)
@@ -68,9 +56,7 @@ class QwenImage(Family):
         cls, transformer: Mapping[str, Any], vae: Mapping[str, Any], height: int, width: int, frames: int = 1
     ) -> tuple[int, ...]:
         scale = vae_scale(vae)
-        unit = 2 * scale
-        if height < 1 or width < 1 or height % unit or width % unit:
-            raise UserError(f"height and width must be multiples of {unit} for this model; got {height} x {width}")
+        check_sides(height, width, 2 * scale)
         return transformer["in_channels"] // 4, height // scale, width // scale
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
@@ -94,14 +80,6 @@ class QwenImage(Family):
         vae = self.pipeline.vae
         mean, std = (latents.new_tensor(v).view(-1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
         return vae.decode((latents * std + mean).unsqueeze(2), return_dict=False)[0]
-
-
-def without_prefix(file: str) -> dict[str, Tensor]:
-    """The transformer's weights in a file that may have them alone, or under a prefix beside other models."""
-    from safetensors.torch import load_file
-
-    state, prefix = load_file(file), "model.diffusion_model."
-    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)} or state
 
 
 def vae_scale(vae: Mapping[str, Any]) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError
-from .base import Family, LoadOptions
+from .base import Family, check_sides
+from .loading import LoadOptions
 
 
 class SD3(Family):
@@ -70,11 +70,7 @@ class SD3(Family):
     ) -> tuple[int, ...]:
         scale = 2 ** (len(vae["block_out_channels"]) - 1)
         unit = scale * transformer["patch_size"]
-        most = unit * transformer["pos_embed_max_size"]
-        if height % unit or width % unit or not 0 < height <= most or not 0 < width <= most:
-            raise UserError(
-                f"height and width must be multiples of {unit}, at most {most}, for this model; got {height} x {width}"
-            )
+        check_sides(height, width, unit, unit * transformer["pos_embed_max_size"])
         return transformer["in_channels"], height // scale, width // scale
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:

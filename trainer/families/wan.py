@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
-from .base import Family, LoadOptions
+from .base import Family, check_sides
+from .loading import LoadOptions
 
 NATIVE = (
     ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
@@ -114,11 +115,7 @@ class Wan(Family):
     ) -> tuple[int, ...]:
         temporal, scale = scales(vae)
         unit = scale * transformer["patch_size"][1]
-        most = unit * transformer.get("rope_max_seq_len", 1024)
-        if height % unit or width % unit or not 0 < height <= most or not 0 < width <= most:
-            raise UserError(
-                f"height and width must be multiples of {unit}, at most {most}, for this model; got {height} x {width}"
-            )
+        check_sides(height, width, unit, unit * transformer.get("rope_max_seq_len", 1024))
         if frames < 1 or (frames - 1) % temporal:
             raise UserError(
                 f"frames must be 1 or {temporal} k + 1 for this model: 1, {temporal + 1}, {2 * temporal + 1} ...; "

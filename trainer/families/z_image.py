@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError
-from .base import Family, pad
+from .base import Family, check_sides, pad
 from .flux import mu_of, set_even_times, vae_scale
 
 
@@ -52,11 +51,7 @@ class ZImage(Family):
     ) -> tuple[int, ...]:
         scale = vae_scale(vae)
         unit = 2 * scale
-        most = unit * min(transformer["axes_lens"][1:])
-        if height % unit or width % unit or not 0 < height <= most or not 0 < width <= most:
-            raise UserError(
-                f"height and width must be multiples of {unit}, at most {most}, for this model; got {height} x {width}"
-            )
+        check_sides(height, width, unit, unit * min(transformer["axes_lens"][1:]))
         return transformer["in_channels"], height // scale, width // scale
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: dict[str, Tensor]) -> Tensor:
