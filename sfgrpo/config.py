@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .credit import CREDITS
+from .credit import CREDITS, MIXES
 from .kernels import Kernel
 from .objective import STEP_WEIGHTS
 from .schedule import window_mask
@@ -38,6 +38,8 @@ class GRPOConfig:
     """Of credit `gain_gae`."""
     ema_decay: float = 0.9
     """Of credit `gain_ema`."""
+    mix: str = "sum"
+    """Of several rewards, one of sfgrpo.credit.MIXES: credit for their weighted sum, or for each, then mixed."""
     step_weight: str = "none"
     """One of sfgrpo.objective.STEP_WEIGHTS."""
     clip_range: float = 1e-3
@@ -49,13 +51,16 @@ class GRPOConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
     rollout_batch: int = 32
-    """Latents in one forward pass of the rollout. Results do not depend on this or the next three; memory does."""
+    """Latents in one forward pass of the rollout. Results do not depend on this or the next four; memory does."""
     estimate_batch: int = 32
     """Latents in one forward pass of the estimates."""
     decode_batch: int = 8
     """Latents decoded and images scored at once."""
     update_batch: int = 8
     """Steps of trajectories in one forward and backward pass of the update."""
+    score_ahead: int = 0
+    """So many decoded images may wait for their scores on another thread while sampling goes on; 0 scores each batch
+    before anything else. Pays where the reward is another machine's or another device's work."""
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
@@ -65,6 +70,7 @@ class GRPOConfig:
         need(self.group_size >= 2, "group_size", "2 or more, for an advantage compares the members of a group")
         need(self.substeps >= 1, "substeps", "1 or more")
         need(self.credit in CREDITS, "credit", f"one of {', '.join(CREDITS)}")
+        need(self.mix in MIXES, "mix", f"one of {', '.join(MIXES)}")
         need(self.step_weight in STEP_WEIGHTS, "step_weight", f"one of {', '.join(STEP_WEIGHTS)}")
         need(0 <= self.gae_lambda <= 1, "gae_lambda", "from 0 to 1")
         need(0 <= self.ema_decay < 1, "ema_decay", "from 0 to below 1")
@@ -79,6 +85,7 @@ class GRPOConfig:
         )
         for name in ("rollout_batch", "estimate_batch", "decode_batch", "update_batch"):
             need(getattr(self, name) >= 1, name, "1 or more")
+        need(self.score_ahead >= 0, "score_ahead", "0 or more")
         need(self.window_size is None or self.window_size >= 1, "window_size", "1 or more")
 
     def windows(self, steps: int) -> list[Tensor]:

@@ -13,18 +13,25 @@ All stds are population stds. The gains of a trajectory telescope: their sum is 
 std 0 get advantage 0. Rewards that are NaN or infinite are left out of every statistic, and the steps that they
 touch get advantage 0.
 
+Of several rewards r_j with weights w_j, credit is taken of r = sum_j w_j r_j (`mix` = sum, as in the paper), or of each,
+A = sum_j w_j A_j / sum_j |w_j| (`each`): then a reward counts by its weight and not by its spread, which is another in
+every group.
+
 Choice of ours: `gain_centred` is not in the paper. The mean gain of step k is the same whatever the policy did
 there, so a joint mean pushes every step with a high mean gain up and every other down; see docs/method.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 CREDITS = ("uniform", "gain", "gain_centred", "gain_per_step", "gain_ema", "gain_gae")
+
+MIXES = ("sum", "each")
 
 STD_FLOOR = 1e-6
 """Rewards that spread by less than this share of their size (at least 1) are equal: the spread is rounding."""
@@ -124,6 +131,27 @@ def assign_credit(
         alive=signal.flatten(1).any(1),
         dropped=dropped,
         ema=ema if method == "gain_ema" else None,
+    )
+
+
+def mix_credits(credits: Sequence[Credit], weights: Sequence[float], total: Tensor, noisy: Tensor) -> Credit:
+    """A = sum_j w_j A_j / sum_j |w_j| from the credits of several rewards; 0 where one of them is not valid.
+
+    total: (G, N, T + 1) the weighted sum of the rewards, whose gains are reported; noisy: (T,) as in `assign_credit`.
+    Raises ValueError where all weights are 0.
+    """
+    size = sum(abs(w) for w in weights)
+    if not size:
+        raise ValueError("all weights are 0; give at least one reward a weight")
+    valid = torch.stack([c.valid for c in credits]).all(0)
+    advantages = sum(w / size * c.advantages for w, c in zip(weights, credits, strict=True))
+    advantages = torch.where(valid, advantages, 0.0)
+    return Credit(
+        advantages=advantages,
+        gains=step_gains(total.double()).float(),
+        valid=valid,
+        alive=((advantages != 0) & noisy).flatten(1).any(1),
+        dropped=int((~torch.isfinite(total)).sum()),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 from .kernels import Kernel
+from .metrics import brightness, sharpness
 from .noise import generator_for
 from .policy import Policy
 from .prompts import Prompt
 from .rewards import ScoreFn
 from .rollout import rollout
-from .scoring import score_latents
+from .scoring import check_dropped, score_latents
 
 
 @dataclass
@@ -28,12 +30,19 @@ class Evaluation:
     Scores that are not finite are left out; NaN where none is left."""
     counts: dict[str, int]
     """As `scores` -> number of images."""
+    spreads: dict[str, float]
+    """As `scores` -> population std over the images."""
+    looks: dict[str, float]
+    """`brightness` and `sharpness` -> mean over all images (`metrics`); `diversity` -> std over all images, averaged
+    over pixels."""
     images: Tensor
     """(grid, 3, H, W): the first image of the first prompts."""
     captions: list[str]
     """The prompts of `images`."""
     rewards: list[float]
     """The total reward of each of `images`."""
+    problems: list[str]
+    """What went wrong with rewards, in words; their images were left out."""
 
 
 def eval_noise(text: str, seed: int, shape: tuple[int, ...]) -> Tensor:
@@ -90,6 +99,7 @@ def evaluate(
     sums: dict[str, list[float]] = defaultdict(list)
     shown: list[Tensor] = []
     totals: list[float] = []
+    looks, problems = Looks(), []
     for start in range(0, len(jobs), batch):
         on_progress(start, len(jobs))
         part = jobs[start : start + batch]
@@ -111,10 +121,42 @@ def evaluate(
                         sums[key] += [value] if math.isfinite(value) else []
             shown.extend(images[: max(0, grid - len(shown))].cpu())
             totals.extend(scores.total.tolist())
+            looks.add(images)
+            problems += scores.problems
+            check_dropped(score, sum(not math.isfinite(t) for t in totals), len(jobs), problems)
     return Evaluation(
         scores={name: sum(v) / len(v) if v else math.nan for name, v in sums.items()},
         counts={name: len(v) for name, v in sums.items()},
+        spreads={name: statistics.pstdev(v) if v else math.nan for name, v in sums.items()},
+        looks=looks.means(),
         images=torch.stack(shown[:grid]),
         captions=[prompts[i].text for i, _ in jobs[:grid]],
         rewards=totals[:grid],
+        problems=problems,
     )
+
+
+class Looks:
+    """Brightness, sharpness and diversity of images that come batch by batch."""
+
+    def __init__(self) -> None:
+        self.count, self.brightness, self.sharpness = 0, 0.0, 0.0
+        self.sum = self.squares = torch.zeros(())
+
+    def add(self, images: Tensor) -> None:
+        """Take in images (B, 3, H, W) in [0, 1]."""
+        images = images.double().cpu()
+        self.count += len(images)
+        self.brightness += float(brightness(images).sum())
+        self.sharpness += float(sharpness(images).sum())
+        self.sum, self.squares = self.sum + images.sum(0), self.squares + images.square().sum(0)
+
+    def means(self) -> dict[str, float]:
+        """As `Evaluation.looks`."""
+        mean = self.sum / self.count
+        variance = (self.squares / self.count - mean.square()).clamp(min=0)
+        return {
+            "brightness": self.brightness / self.count,
+            "sharpness": self.sharpness / self.count,
+            "diversity": float(variance.sqrt().mean()),
+        }

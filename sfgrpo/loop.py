@@ -18,14 +18,14 @@ from torch import Tensor
 
 from . import noise
 from .config import GRPOConfig
-from .credit import Credit, assign_credit
+from .credit import Credit, assign_credit, mix_credits
 from .metrics import brightness, diversity, sharpness
 from .policy import Policy
 from .prompts import Prompt
-from .rewards import ScoreFn, Scores
-from .rollout import Trajectory, rollout
+from .rewards import Mix, ScoreFn
+from .rollout import Trajectory, batches, join_trajectories, rollout
 from .schedule import check_sigmas
-from .scoring import join_scores, score_latents
+from .scoring import Scored, Scorer, finite_std
 from .tweedie import estimates
 from .update import update
 
@@ -47,6 +47,8 @@ class Iteration:
     """(G * N, 3, H, W): the finished images, with the sampler's noise in them."""
     metrics: dict[str, float | list[float]]
     """Plain numbers for a log; see docs/metrics.md."""
+    problems: list[str]
+    """What went wrong with rewards, in words; their images were dropped."""
 
 
 class StepwiseGRPO:
@@ -79,7 +81,7 @@ class StepwiseGRPO:
         self.on_progress, self.after_update = on_progress, after_update
         self.scaler = scaler or torch.amp.GradScaler(enabled=False)
         self.windows = config.check_windows(self.sigmas)
-        self.ema: Tensor | None = None
+        self.ema: dict[str, Tensor] = {}
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -95,29 +97,41 @@ class StepwiseGRPO:
 
         The policy's `cond` is the LongTensor of these indices, one a row.
         """
-        config = self.config
+        config, count = self.config, len(index)
         self._seconds.clear()
-        with self._phase("sample"):
-            trajectory, cond = self.sample(iteration, index)
-        with self._phase("estimate"):
-            latents, states = self._estimate(trajectory, cond)
-        with self._phase("score"):
-            asked = [prompts[index[r // config.group_size]] for r in states.row.tolist()]
-            images, scores = self._score(latents, states.state == trajectory.steps, asked)
-        shape = (len(index), config.group_size, -1)
-        rewards = scores.total[states.index].view(shape)
-        credit = assign_credit(
-            rewards,
-            config.credit,
-            steps=trajectory.steps,
-            noisy=trajectory.stds > 0,
-            gae_lambda=config.gae_lambda,
-            ema=self.ema,
-            ema_decay=config.ema_decay,
+        scorer = Scorer(
+            self.policy,
+            self.score,
+            config.decode_batch,
+            0,
+            config.score_ahead,
+            lambda done, total: self.on_progress("score", done, total),
         )
-        self.ema = credit.ema
+        chunks = batches(count, -(-config.rollout_batch // config.group_size) if config.score_ahead else None)
+        rolled, images, places, states = [], [], [], 0
+        try:
+            for chunk in chunks:
+                with self._phase("sample"):
+                    trajectory, cond = self.sample(iteration, index, chunk)
+                with self._phase("estimate"):
+                    latents, found = self._estimate(trajectory, cond)
+                with self._phase("score"):
+                    scorer.total = len(latents) * count // (chunk.stop - chunk.start)
+                    asked = [prompts[index[chunk.start + r // config.group_size]] for r in found.row.tolist()]
+                    images.append(scorer.add(latents, asked, found.state == trajectory.steps))
+                rolled.append((trajectory, cond))
+                places.append(found.index + states)
+                states += len(latents)
+            with self._phase("score"):
+                scores = scorer.finish()
+        finally:
+            scorer.close()
+        trajectory, cond = join_trajectories([t for t, _ in rolled]), torch.cat([c for _, c in rolled])
+        del rolled
+        scored = Scored.of(scores, torch.cat(places), config.group_size)
+        credit = self._credit(scored, trajectory)
         with self._phase("update"):
-            order = torch.randperm(len(index), generator=noise.generator_for(self.seed, iteration, "updates"))
+            order = torch.randperm(count, generator=noise.generator_for(self.seed, iteration, "updates"))
             updated = update(
                 self.policy,
                 self.optimizer,
@@ -130,31 +144,34 @@ class StepwiseGRPO:
                 on_batch=lambda done, total: self.on_progress("update", done, total),
                 after_update=self.after_update,
             )
-        metrics = self._metrics(rewards, scores, states, credit, images) | updated
+        images = torch.cat(images)
+        metrics = self._metrics(scored, credit, images) | updated
         metrics |= {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
-        return Iteration(trajectory, rewards, credit, images, metrics)
+        return Iteration(trajectory, scored.total, credit, images, metrics, scores.problems)
 
-    def sample(self, iteration: int, index: Sequence[int]) -> tuple[Trajectory, Tensor]:
+    def sample(self, iteration: int, index: Sequence[int], part: slice = noise.ALL) -> tuple[Trajectory, Tensor]:
         """Roll out one group for each prompt index; returns the G * N trajectories and their `cond`.
 
+        part: only these of the groups, which then are what they are among all.
         A grid that starts below 1 starts from noise scaled by sigmas[0], as in ComfyUI.
         """
         size = self.config.group_size
-        cond = torch.tensor(list(index), device=self.device).repeat_interleave(size)
+        cond = torch.tensor(list(index)[part], device=self.device).repeat_interleave(size)
         steps = len(self.sigmas) - 1
+        start, stop, _ = part.indices(len(index))
         trajectory = rollout(
             self.policy.velocity,
-            (noise.initial_noise(self.seed, iteration, index, size, self.latent_shape) * self.sigmas[0]).to(
+            (noise.initial_noise(self.seed, iteration, index, size, self.latent_shape, part) * self.sigmas[0]).to(
                 self.device
             ),
             self.sigmas,
             cond,
             kernel=self.config.kernel,
-            generators=noise.member_generators(self.seed, iteration, index, size),
+            generators=noise.member_generators(self.seed, iteration, index, size, part),
             stochastic=self.window(iteration),
             group_size=size,
             micro_batch=self.config.rollout_batch,
-            on_step=lambda k: self.on_progress("sample", k, steps),
+            on_step=lambda k: self.on_progress("sample", steps * start + k * (stop - start), steps * len(index)),
         )
         return trajectory, cond
 
@@ -183,35 +200,51 @@ class StepwiseGRPO:
             on_batch=on_batch,
         )
 
-    def _score(self, latents: Tensor, finished: Tensor, prompts: Sequence[Prompt]) -> tuple[Tensor, Scores]:
-        """Returns the images of the `finished` (M,) latents, and the scores of all."""
-        images, scores = [], []
-        self.on_progress("score", 0, len(latents))
-        for part, image, score in score_latents(self.policy, self.score, latents, prompts, self.config.decode_batch):
-            scores.append(score)
-            images.append(image[finished[part].to(image.device)].cpu())
-            self.on_progress("score", part.stop, len(latents))
-        return torch.cat(images), join_scores(scores)
+    def _credit(self, scored: Scored, trajectory: Trajectory) -> Credit:
+        """Credit for the weighted sum of the rewards, or for each of them, then mixed."""
+        config, noisy = self.config, trajectory.stds > 0
 
-    def _metrics(self, rewards: Tensor, scores: Scores, states, credit: Credit, images: Tensor) -> dict:
+        def credit_of(name: str, rewards: Tensor) -> Credit:
+            credit = assign_credit(
+                rewards,
+                config.credit,
+                steps=trajectory.steps,
+                noisy=noisy,
+                gae_lambda=config.gae_lambda,
+                ema=self.ema.get(name),
+                ema_decay=config.ema_decay,
+            )
+            if credit.ema is not None:
+                self.ema[name] = credit.ema
+            return credit
+
+        terms = self.score.terms if isinstance(self.score, Mix) else ()
+        if config.mix == "each":
+            weights = {t.name: t.weight for t in terms if t.weight} or dict.fromkeys(scored.parts, 1.0)
+            credits = [credit_of(name, scored.parts[name]) for name in weights]
+            return mix_credits(credits, list(weights.values()), scored.total, noisy)
+        if any(t.normalise for t in terms):
+            return credit_of("total", scored.normalised(terms))
+        return credit_of("total", scored.total)
+
+    def _metrics(self, scored: Scored, credit: Credit, images: Tensor) -> dict:
         """Metrics of the rollout: rewards, gains and how the images look."""
-        final = rewards[..., -1]
-        finite = final[torch.isfinite(final)]
         metrics: dict = {
-            "reward": float(finite.mean()) if len(finite) else math.nan,
-            "reward_std": float(finite.std(unbiased=False)) if len(finite) else math.nan,
+            **_mean_and_std("reward", scored.total[..., -1]),
             "dead_groups": int((~credit.alive).sum()),
             "dropped_rewards": credit.dropped,
             "brightness": float(brightness(images).mean()),
             "sharpness": float(sharpness(images).mean()),
             "diversity": float(diversity(images, self.config.group_size).mean()),
         }
-        for name, values in scores.parts.items():
-            values = values[states.index[:, -1]]
-            values = values[torch.isfinite(values)]
-            metrics[f"reward/{name}"] = float(values.mean()) if len(values) else math.nan
-            metrics[f"reward/{name}_std"] = float(values.std(unbiased=False)) if len(values) else math.nan
+        for name, values in scored.parts.items():
+            metrics |= _mean_and_std(f"reward/{name}", values[..., -1])
         if credit.gains.shape[-1]:
             metrics["gain"] = credit.gains.nanmean((0, 1)).tolist()
             metrics["gain_abs"] = credit.gains.abs().nanmean((0, 1)).tolist()
         return metrics
+
+
+def _mean_and_std(name: str, values: Tensor) -> dict[str, float]:
+    finite = values[torch.isfinite(values)]
+    return {name: float(finite.mean()) if len(finite) else math.nan, f"{name}_std": finite_std(values)}

@@ -19,18 +19,32 @@ def generator_for(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))
 
 
-def initial_noise(seed: int, iteration: int, prompts: Sequence[int], group_size: int, shape: tuple[int, ...]) -> Tensor:
+ALL = slice(None)
+
+
+def initial_noise(
+    seed: int,
+    iteration: int,
+    prompts: Sequence[int],
+    group_size: int,
+    shape: tuple[int, ...],
+    part: slice = ALL,
+) -> Tensor:
     """x_1 of G groups of N members, (G * N, *shape) float32: equal within a group, group by group.
 
-    prompts: G prompt indices; a prompt that comes twice is given two different noises.
+    prompts: G prompt indices; a prompt that comes twice is given two different noises. part: only these of the groups.
     """
-    noises = [torch.randn(shape, generator=generator_for(seed, iteration, *key, "x1")) for key in _keys(prompts)]
+    keys = _keys(prompts)[part]
+    noises = [torch.randn(shape, generator=generator_for(seed, iteration, *key, "x1")) for key in keys]
     return torch.stack(noises).repeat_interleave(group_size, dim=0)
 
 
-def member_generators(seed: int, iteration: int, prompts: Sequence[int], group_size: int) -> list[torch.Generator]:
+def member_generators(
+    seed: int, iteration: int, prompts: Sequence[int], group_size: int, part: slice = ALL
+) -> list[torch.Generator]:
     """One generator a trajectory, G * N of them in the order of `initial_noise`, for the noise of the steps."""
-    return [generator_for(seed, iteration, *key, member) for key in _keys(prompts) for member in range(group_size)]
+    keys = _keys(prompts)[part]
+    return [generator_for(seed, iteration, *key, member) for key in keys for member in range(group_size)]
 
 
 def _keys(prompts: Sequence[int]) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ anything that a slice or a LongTensor indexes along the batch (the trainer passe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,16 @@ class DistinctStates:
     """(M,) int64: which of its T + 1 states, ascending."""
     index: Tensor
     """(B, T + 1) int64: where each state stands among the M."""
+
+
+def join_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
+    """Trajectories of the same steps and groups' size as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[0],
+        **{name: torch.cat([getattr(p, name) for p in parts]) for name in ("latents", "velocities", "log_probs")},
+    )
 
 
 def shared_states(stds: Tensor) -> int:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from .background import Worker, wait
+from .credit import STD_FLOOR
 from .policy import Policy
 from .prompts import Prompt
-from .rewards import ScoreFn, Scores
+from .rewards import FailurePolicy, Mix, ScoreFn, Scores, Term
 from .rollout import batches
 
 
@@ -21,14 +27,142 @@ def score_latents(
     prompts: one for each latent.
     """
     for part in batches(len(latents), batch):
-        rows = prompts[part]
-        with torch.no_grad():
-            images = policy.decode(latents[part]).float().clamp(0, 1)
-            scores = score(images, [p.text for p in rows], [dict(p.metadata) for p in rows])
-        yield part, images, scores
+        images = decode(policy, latents[part])
+        yield part, images, score_images(score, images, prompts[part])
+
+
+@torch.no_grad()
+def decode(policy: Policy, latents: Tensor) -> Tensor:
+    """Images (B, 3, H, W) float32 in [0, 1]."""
+    return policy.decode(latents).float().clamp(0, 1)
+
+
+@torch.no_grad()
+def score_images(score: ScoreFn, images: Tensor, prompts: Sequence[Prompt]) -> Scores:
+    """Scores of (B, 3, H, W) images of B prompts."""
+    return score(images, [p.text for p in prompts], [dict(p.metadata) for p in prompts])
 
 
 def join_scores(parts: Sequence[Scores]) -> Scores:
     """The scores of several batches as those of one."""
     names = parts[0].parts
-    return Scores(torch.cat([s.total for s in parts]), {n: torch.cat([s.parts[n] for s in parts]) for n in names})
+    return Scores(
+        torch.cat([s.total for s in parts]),
+        {n: torch.cat([s.parts[n] for s in parts]) for n in names},
+        [problem for s in parts for problem in s.problems],
+    )
+
+
+def failure_policy(score: ScoreFn) -> FailurePolicy | None:
+    """What is to be done about rewards that fail; None where their exceptions come through."""
+    return score.guard.policy if isinstance(score, Mix) and score.guard is not None else None
+
+
+def check_dropped(score: ScoreFn, dropped: int, total: int, problems: Sequence[str]) -> None:
+    """Raise RewardError where more than the allowed share of `total` images is dropped."""
+    policy = failure_policy(score)
+    if policy is not None:
+        policy.check_share(dropped, total, problems)
+
+
+@dataclass
+class Scorer:
+    """Decodes and scores latents batch by batch; with `ahead`, on a thread beside what its user does next.
+
+    Decoding stays on the user's thread, in order; the results are the same either way.
+    """
+
+    policy: Policy
+    score: ScoreFn
+    batch: int
+    """Latents decoded and images scored at once."""
+    total: int
+    """Latents that will come."""
+    ahead: int = 0
+    """Images that may wait for their scores; 0 scores each batch at once."""
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    """on_progress(scored, total); also called while scores are awaited, and may raise to stop."""
+
+    _waiting: deque[tuple[int, Future]] = field(default_factory=deque, init=False)
+    _scores: list[Scores] = field(default_factory=list, init=False)
+    _done: int = field(default=0, init=False)
+    _dropped: int = field(default=0, init=False)
+    _worker: Worker | None = field(default=None, init=False)
+
+    def add(self, latents: Tensor, prompts: Sequence[Prompt], kept: Tensor) -> Tensor:
+        """Take (M, ...) latents in; returns the images on the CPU of those that are `kept` (M,) bool."""
+        images = []
+        self.on_progress(self._done, self.total)
+        for part in batches(len(latents), self.batch):
+            decoded = decode(self.policy, latents[part])
+            images.append(decoded[kept[part].to(decoded.device)].cpu())
+            if not self.ahead:
+                self._take(score_images(self.score, decoded, prompts[part]))
+                continue
+            self._worker = self._worker or Worker()
+            rows = len(decoded)
+            while self._waiting and sum(n for n, _ in self._waiting) + rows > self.ahead:
+                self._collect()
+            self._waiting.append((rows, self._worker.submit(score_images, self.score, decoded, prompts[part])))
+        return torch.cat(images)
+
+    def finish(self) -> Scores:
+        """The scores of all latents, in the order in which they came."""
+        while self._waiting:
+            self._collect()
+        return join_scores(self._scores)
+
+    def close(self) -> None:
+        """Ask for no more scores. Does not wait for those that are being computed."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _collect(self) -> None:
+        future = self._waiting[0][1]
+        wait(future, on_wait=lambda: self.on_progress(self._done, self.total))
+        self._waiting.popleft()
+        self._take(future.result())
+
+    def _take(self, scores: Scores) -> None:
+        self._scores.append(scores)
+        self._done += len(scores.total)
+        self._dropped += int((~torch.isfinite(scores.total)).sum())
+        self.on_progress(self._done, self.total)
+        check_dropped(self.score, self._dropped, self.total, [p for s in self._scores for p in s.problems])
+
+
+@dataclass
+class Scored:
+    """Rewards of G groups of N members at T + 1 states, or at the last alone: (G, N, S)."""
+
+    total: Tensor
+    parts: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, scores: Scores, index: Tensor, group_size: int) -> Scored:
+        """From the scores of M distinct states; index (G * N, S): where each state stands among them."""
+        shape = (-1, group_size, index.shape[-1])
+        parts = {name: values[index].view(shape) for name, values in scores.parts.items()}
+        return cls(scores.total[index].view(shape), parts)
+
+    def normalised(self, terms: Sequence[Term]) -> Tensor:
+        """The weighted sum, (G, N, S), of rewards divided by the std of the finished images' where that is asked for.
+
+        A reward that is equal for all finished images is left out.
+        """
+        total = torch.zeros_like(self.total)
+        for term in terms:
+            values, scale = self.parts[term.name], 1.0
+            if term.normalise:
+                std = finite_std(values[..., -1])
+                floor = STD_FLOOR * max(1.0, float(values.nan_to_num(0, 0, 0).abs().max()))
+                scale = 1 / std if std > floor else 0.0
+            if term.weight and scale:
+                total = total + term.weight * scale * values
+        return total
+
+
+def finite_std(values: Tensor) -> float:
+    """Population std of the finite values; NaN where there is none."""
+    finite = values[torch.isfinite(values)]
+    return float(finite.std(unbiased=False)) if len(finite) else math.nan

@@ -40,6 +40,8 @@ REWARDS: dict[str, str | Reward] = {
     "image_reward": "image_reward:ImageReward",
     "ocr": "ocr:OCR",
     "geneval": "geneval:GenEval",
+    "vlm_judge": "vlm_judge:VLMJudge",
+    "remote": "remote:Remote",
 }
 """Name -> function, or "module:attribute" of this package, imported when it is first asked for."""
 
@@ -163,5 +165,7 @@ def _fits(value: Any, hint: Any) -> bool:
 def _describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_describe(part) for part in get_args(hint) if part is not type(None))
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
     return names.get(hint, str(hint))

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from sfgrpo.credit import CREDITS, assign_credit, discounted_sums, step_gains
+from sfgrpo.credit import CREDITS, assign_credit, discounted_sums, mix_credits, step_gains
 
 REWARDS = torch.tensor([[[0.0, 1.0, 3.0], [0.0, 0.0, 2.0]], [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]])
 NAN, INF = math.nan, math.inf
@@ -258,3 +258,45 @@ def test_unknown_method_and_groups_of_one_are_rejected():
         assign_credit(REWARDS, "gains")
     with pytest.raises(ValueError, match="a group needs at least 2 members"):
         assign_credit(REWARDS[:, :1], "gain")
+
+
+# ----- several rewards
+
+
+def test_credit_of_each_reward_then_mixed_by_hand():
+    """A = sum_j w_j A_j / sum_j |w_j|, with A_j by its own mean and std: the scale of a reward drops out."""
+    generator = torch.Generator().manual_seed(3)
+    first, second = torch.rand(2, 3, 5, generator=generator), 1000 * torch.rand(2, 3, 5, generator=generator)
+    weights, noisy = (0.75, -0.5), torch.tensor([True, True, True, False])
+    total = weights[0] * first + weights[1] * second
+    credits = [assign_credit(r, "gain", noisy=noisy) for r in (first, second)]
+    mixed = mix_credits(credits, weights, total, noisy)
+    for g in range(2):
+        expected = 0
+        for r, w in zip((first, second), weights, strict=True):
+            gains = (r[g, :, 1:] - r[g, :, :-1]).double()
+            expected = expected + w * (gains - gains.mean()) / gains.std(unbiased=False) / 1.25
+        torch.testing.assert_close(mixed.advantages[g], expected.float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(mixed.gains, (total[..., 1:] - total[..., :-1]), rtol=0, atol=1e-3)
+    scaled = [assign_credit(r, "gain", noisy=noisy) for r in (first, second / 1000)]
+    torch.testing.assert_close(mix_credits(scaled, weights, total, noisy).advantages, mixed.advantages)
+    doubled = mix_credits(credits, (1.5, -1.0), 2 * total, noisy)
+    torch.testing.assert_close(doubled.advantages, mixed.advantages)
+    assert mixed.alive.tolist() == [True, True] and mixed.dropped == 0 and bool(mixed.valid.all())
+
+
+def test_an_image_without_one_of_the_scores_is_left_out_of_the_mix():
+    first, second = torch.rand(1, 3, 2), torch.rand(1, 3, 2)
+    second[0, 1, 1] = math.nan
+    noisy = torch.tensor([True])
+    credits = [assign_credit(r, "gain", noisy=noisy) for r in (first, second)]
+    mixed = mix_credits(credits, (1.0, 1.0), first + second, noisy)
+    assert mixed.valid[0, :, 0].tolist() == [True, False, True] and mixed.dropped == 1
+    assert mixed.advantages[0, 1, 0] == 0 and credits[0].advantages[0, 1, 0] != 0
+    assert bool(mixed.advantages.isfinite().all())
+
+
+def test_weights_that_are_all_0():
+    credit = assign_credit(torch.rand(1, 3, 2), "gain")
+    with pytest.raises(ValueError, match="all weights are 0"):
+        mix_credits([credit], [0.0], torch.rand(1, 3, 2), torch.tensor([True]))

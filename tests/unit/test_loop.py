@@ -1,6 +1,7 @@
 """The whole iteration with a real, tiny policy, against estimators written a second time in float64."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from sfgrpo.kernels import Kernel
 from sfgrpo.loop import PHASES, StepwiseGRPO
 from sfgrpo.noise import generator_for
 from sfgrpo.prompts import Prompt
-from sfgrpo.rewards import Scores
+from sfgrpo.rewards import FailurePolicy, Guard, Mix, RewardError, Scores, Term, combine
 from sfgrpo.schedule import even_sigmas
 
 SHAPE = (3, 2, 2)
@@ -527,7 +528,7 @@ def test_progress_is_reported_for_every_phase_and_may_stop_the_run():
     trained((0, 1), substeps=2, update_batch=10, on_progress=lambda *call: calls.append(call))
     assert {phase for phase, _, _ in calls} == set(PHASES)
     assert all(0 <= done <= total for _, done, total in calls)
-    assert [call for call in calls if call[0] == "sample"] == [("sample", k, 4) for k in range(4)]
+    assert [call for call in calls if call[0] == "sample"] == [("sample", 2 * k, 8) for k in range(4)]
     assert [call for call in calls if call[0] == "update"] == [("update", done, 24) for done in (0, 10, 20)]
 
     def stop(phase, done, total):
@@ -553,10 +554,10 @@ def test_iterations_differ_in_noise_and_repeat_with_the_seed():
 def test_ema_is_carried_from_iteration_to_iteration():
     _, one, loop = trained((0, 1), credit="gain_ema", lr=0.0, ema_decay=0.8)
     first = torch.tensor(one.metrics["gain"]).double()
-    torch.testing.assert_close(loop.ema, first, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loop.ema["total"], first, rtol=0, atol=1e-6)
     second = loop.iterate(1, PROMPTS, [0, 1]).metrics["gain"]
-    torch.testing.assert_close(loop.ema, 0.8 * first + 0.2 * torch.tensor(second).double(), rtol=0, atol=1e-6)
-    assert trained((0, 1), credit="gain")[2].ema is None
+    torch.testing.assert_close(loop.ema["total"], 0.8 * first + 0.2 * torch.tensor(second).double(), rtol=0, atol=1e-6)
+    assert trained((0, 1), credit="gain")[2].ema == {}
 
 
 @pytest.mark.parametrize("kernel", (Kernel(), Kernel(name="flow_grpo")), ids=lambda k: k.name)
@@ -620,3 +621,123 @@ def test_a_window_of_a_size_is_drawn_anew_for_each_iteration():
 def test_windows_that_train_nothing_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         trained((0, 1), **settings)
+
+
+# ----- several rewards, and scores on another thread
+
+
+def red(images, prompts, metadata):
+    return images[:, 0].flatten(1).mean(1)
+
+
+def contrast(images, prompts, metadata):
+    return 50 * images.flatten(1).std(1)
+
+
+def test_rewards_normalised_by_the_spread_of_the_finished_images():
+    """A run on red / std(red) and on contrast / std(contrast), the stds taken from a run that only looks."""
+    plain = combine([Term("red", red, 0.5), Term("contrast", contrast, -0.25)])
+    _, result, _ = trained((0, 1), score_fn=plain, lr=0.0)
+    stds = {name: result.metrics[f"reward/{name}_std"] for name in ("red", "contrast")}
+    by_hand = combine([Term("red", red, 0.5 / stds["red"]), Term("contrast", contrast, -0.25 / stds["contrast"])])
+    asked = combine([Term("red", red, 0.5, True), Term("contrast", contrast, -0.25, True)])
+    (expected, _), (got, result) = gradient(score_fn=by_hand), gradient(score_fn=asked)
+    # The gradient's own policy starts elsewhere, so that its stds are others.
+    assert not torch.allclose(got, gradient(score_fn=plain)[0], atol=1e-3)
+    _, first, _ = trained((0, 1), score_fn=by_hand, lr=0.0)
+    _, second, _ = trained((0, 1), score_fn=asked, lr=0.0)
+    torch.testing.assert_close(first.credit.advantages, second.credit.advantages, rtol=0, atol=1e-5)
+    # What is reported is the plain sum.
+    torch.testing.assert_close(second.rewards, trained((0, 1), score_fn=plain, lr=0.0)[1].rewards)
+    assert torch.isfinite(expected).all() and result.metrics["updates"] == 1
+
+
+def test_a_reward_equal_for_all_finished_images_has_no_say_when_normalised():
+    constant = Term("constant", lambda images, prompts, metadata: torch.full((len(images),), 7.0), 1.0, True)
+    got, _ = gradient(score_fn=combine([Term("red", red), constant]))
+    torch.testing.assert_close(got, gradient(score_fn=combine([Term("red", red)]))[0])
+
+
+@pytest.mark.parametrize("credit", ("gain", "gain_ema", "uniform"))
+def test_credit_of_each_reward(credit):
+    """The gradient is the weighted sum of those of the rewards alone: the objective is linear in the advantages."""
+    both = combine([Term("red", red, 3.0), Term("contrast", contrast, -1.0), Term("watched", red, 0.0)])
+    got, _ = gradient(score_fn=both, mix="each", credit=credit)
+    first, _ = gradient(score_fn=combine([Term("red", red)]), credit=credit)
+    second, _ = gradient(score_fn=combine([Term("contrast", contrast)]), credit=credit)
+    torch.testing.assert_close(got, (3 * first - second) / 4, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("credit", ("gain_centred", "uniform"))
+def test_scores_on_another_thread_change_nothing(credit):
+    settings = {"credit": credit, "decode_batch": 3, "rollout_batch": 2, "updates": 2, "substeps": 2}
+    index = (0, 1, 0, 2)  # a prompt that comes twice has two noises, whatever the chunks
+    plain, expected = gradient(index, **settings)
+    got, result = gradient(index, score_ahead=5, **settings)
+    torch.testing.assert_close(got, plain, rtol=0, atol=1e-6)
+    torch.testing.assert_close(result.images, expected.images, rtol=0, atol=1e-6)
+    torch.testing.assert_close(result.rewards, expected.rewards, rtol=0, atol=1e-6)
+    torch.testing.assert_close(result.trajectory.velocities, expected.trajectory.velocities, rtol=0, atol=1e-6)
+    for name, value in expected.metrics.items():
+        if not name.startswith("seconds/"):
+            assert result.metrics[name] == pytest.approx(value, abs=1e-5, nan_ok=True), name
+
+
+def test_the_next_prompts_are_sampled_while_scores_are_awaited():
+    """The first scores come only when the second group is being sampled, which would wait for ever one by one."""
+    sampled, waited = threading.Event(), []
+
+    def slow(images, prompts, metadata):
+        waited.append(sampled.wait(30))
+        return score(images, prompts, metadata)
+
+    def on_progress(phase, done, total):
+        if phase == "sample" and done > total / 2:
+            sampled.set()
+
+    many = SIZE * 5
+    trained((0, 1), score_fn=slow, score_ahead=many, rollout_batch=SIZE, decode_batch=many, on_progress=on_progress)
+    assert waited == [True, True]
+
+
+def test_no_more_images_wait_than_are_allowed():
+    policy, behind = TinyPolicy(), []
+
+    def counting(images, prompts, metadata):
+        behind.append(sum(policy.rows["decode"]))
+        return score(images, prompts, metadata)
+
+    trained((0, 1), policy=policy, score_fn=counting, score_ahead=4, rollout_batch=SIZE, decode_batch=2)
+    # At the n-th call n batches have been taken, at most 4 images wait with this one, and one batch is being decoded.
+    assert all(decoded <= 2 * n + 4 + 2 for n, decoded in enumerate(behind)) and len(behind) == 18
+
+
+def test_an_error_of_a_score_on_another_thread_stops_the_iteration():
+    def broken(images, prompts, metadata):
+        raise ValueError("no such model")
+
+    policy = TinyPolicy()
+    before = policy.flat()
+    with pytest.raises(ValueError, match="no such model"):
+        trained((0, 1), policy=policy, score_fn=broken, score_ahead=4)
+    assert torch.equal(policy.flat(), before)
+
+
+def test_too_many_dropped_images_stop_the_iteration_before_the_update():
+    def half(images, prompts, metadata):
+        scores = red(images, prompts, metadata)
+        scores[::2] = math.nan
+        return scores
+
+    def run(share):
+        policy = TinyPolicy()
+        guard = Guard(FailurePolicy(retries=0, max_dropped=share))
+        return trained((0, 1), policy=policy, score_fn=Mix((Term("half", half),), guard))[1]
+
+    result = run(0.9)
+    assert result.problems and set(result.problems) == {
+        "reward half gave no score for 4 of 8 images: a score was NaN or infinite",
+        "reward half gave no score for 1 of 2 images: a score was NaN or infinite",
+    }
+    with pytest.raises(RewardError, match="images have no score"):
+        run(0.2)

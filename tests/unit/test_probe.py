@@ -14,6 +14,7 @@ from sfgrpo.probe_pictures import GAIN, LOSS, Board, draw_plot
 from sfgrpo.prompts import Prompt
 from sfgrpo.rewards import Scores
 from sfgrpo.schedule import even_sigmas
+from sfgrpo.scoring import Scorer
 
 SHAPE = (3, 4, 4)
 PROMPTS = [Prompt("warm", metadata={"sign": 1.0}), Prompt("cold", metadata={"sign": -1.0})]
@@ -73,7 +74,9 @@ def test_rewards_are_those_of_the_first_iteration_of_a_training(kernel, substeps
     trajectory, cond = loop.sample(0, [0, 1])
     latents, states = loop._estimate(trajectory, cond)
     asked = [PROMPTS[r // MEMBERS] for r in states.row.tolist()]
-    _, scores = loop._score(latents, states.state == trajectory.steps, asked)
+    scorer = Scorer(Policy(), score, 8, len(latents))
+    scorer.add(latents, asked, states.state == trajectory.steps)
+    scores = scorer.finish()
     torch.testing.assert_close(result.trajectory.latents, trajectory.latents, rtol=0, atol=1e-6)
     torch.testing.assert_close(result.rewards.flatten(0, 1), scores.total[states.index], rtol=0, atol=1e-6)
     for name in ("red", "contrast"):
