@@ -16,8 +16,10 @@ from typing import Any, Literal
 
 import torch
 
+from sfgrpo.alarms import AlarmConfig
 from sfgrpo.config import GRPOConfig
-from sfgrpo.rewards import PATH_SETTINGS, mix
+from sfgrpo.rewards import PATH_SETTINGS, FailurePolicy, mix
+from sfgrpo.rewards.custom import is_custom, locate, split
 from sfgrpo.shapes import MODEL_DIR
 
 from .errors import UserError
@@ -29,6 +31,7 @@ else:
 
 STRICT = {"extra": "forbid"}
 EMBEDDED = "shapes"
+REWARD_TABLES = ("rewards.", "eval.rewards.", "watch.")
 PATHS = ("prompts.file", "eval.file", "lora.continue_from", "model.transformer_file")
 
 
@@ -232,6 +235,11 @@ class RunConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    watch: dict | None = None
+    """`[watch]`: held-out rewards, as in `[rewards]`, that are reported at evaluations and never trained; of the weight
+    only the sign matters: negative where less is better."""
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
+    failures: FailurePolicy = field(default_factory=FailurePolicy)
     iterations: int = 1000
     """Iterations of the run."""
     max_minutes: float | None = None
@@ -249,7 +257,7 @@ class RunConfig:
                 raise ValueError(f"{name} must be 1 or more")
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise ValueError("max_minutes must be above 0")
-        for table, names in (("rewards", self.rewards), ("eval.rewards", self.eval.rewards)):
+        for table, names in (("rewards", self.rewards), ("eval.rewards", self.eval.rewards), ("watch", self.watch)):
             if names is not None and not names:
                 raise ValueError(f"{table} names no reward")
             for name, value in (names or {}).items():
@@ -295,16 +303,11 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
     line naming the field, for whatever is wrong with either.
     """
     path = Path(path)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise UserError(f"run file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"run file {path} cannot be read: {error}") from None
+    data = _read(path)
     for name, value in parse_overrides(overrides).items():
         table = data
         *tables, last = name.split(".")
-        reward = name.startswith(("rewards.", "eval.rewards."))
+        reward = name.startswith(REWARD_TABLES)
         for key in tables:
             inner = table.setdefault(key, {})
             if reward and isinstance(inner, (int, float)):
@@ -316,9 +319,38 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
             table, last = table[last], "weight"
         if reward:
             value = _reward_paths(value, last, Path.cwd())
+            if last == "kind" and isinstance(value, str) and is_custom(value):
+                value = locate(value, Path.cwd())
         table[last] = os.path.abspath(Path(value).expanduser()) if name in PATHS and value else value
+    # Before the settings are checked, for checking them imports rewards of the user's own.
+    for table in (data, data.get("eval")):
+        if isinstance(table, dict):
+            for name in ("rewards", "watch"):
+                if isinstance(table.get(name), dict):
+                    table[name] = _located(table[name], path.parent)
     config = validate(data, str(path))
     return _resolve(config, path.parent)
+
+
+def load_rewards(path: str | Path) -> dict[str, Any]:
+    """The table `[rewards]` of a run file, or of a TOML file that has nothing else, as `load_config` resolves it.
+
+    Raises UserError where there is none.
+    """
+    path = Path(path)
+    rewards = _read(path).get("rewards")
+    if not isinstance(rewards, dict) or not rewards:
+        raise UserError(f"{path} has no table [rewards]")
+    return _reward_paths(_located(rewards, path.parent), "", path.parent)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UserError(f"run file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"run file {path} cannot be read: {error}") from None
 
 
 def parse_overrides(arguments: list[str]) -> dict[str, Any]:
@@ -332,7 +364,7 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
             raise UserError(f"unexpected argument {flag!r}; settings are given like --grpo.clip-range 1e-4")
         name, equals, value = flag[2:].partition("=")
         name = name.replace("-", "_")
-        if name not in known and not name.startswith(("rewards.", "eval.rewards.")):
+        if name not in known and not name.startswith(REWARD_TABLES):
             raise UserError(f"unknown setting --{name}{_suggest(name, known)}")
         if not equals:
             if not rest:
@@ -383,11 +415,23 @@ def _resolve(config: RunConfig, folder: Path) -> RunConfig:
         model=model,
         prompts=dataclasses.replace(config.prompts, file=absolute(config.prompts.file)),
         rewards=_reward_paths(config.rewards, "", folder),
+        watch=_reward_paths(config.watch, "", folder),
         lora=dataclasses.replace(config.lora, continue_from=absolute(config.lora.continue_from)),
         eval=dataclasses.replace(
             config.eval, file=absolute(config.eval.file), rewards=_reward_paths(config.eval.rewards, "", folder)
         ),
     )
+
+
+def _located(rewards: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Rewards with the absolute path of the user's own code where that lies in `folder`."""
+    out = {}
+    for name, value in rewards.items():
+        kind = value.get("kind", name) if isinstance(value, dict) else name
+        if isinstance(kind, str) and is_custom(kind):
+            value = (value if isinstance(value, dict) else {"weight": value}) | {"kind": locate(kind, folder)}
+        out[name] = value
+    return out
 
 
 def _reward_paths(value: Any, name: str, folder: Path) -> Any:
@@ -421,6 +465,9 @@ def without_folders(config: RunConfig) -> RunConfig:
     def rewards(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
             return {k: rewards(v, k) for k, v in value.items()}
+        if key == "kind" and isinstance(value, str) and is_custom(value):
+            place, function = split(value)
+            return f"{Path(place).name}:{function}"
         is_path = key in PATH_SETTINGS and isinstance(value, str) and Path(value).exists()
         return Path(value).name if is_path else value
 
@@ -433,6 +480,7 @@ def without_folders(config: RunConfig) -> RunConfig:
         model=model,
         prompts=dataclasses.replace(config.prompts, file=name(config.prompts.file)),
         rewards=rewards(config.rewards),
+        watch=rewards(config.watch),
         eval=dataclasses.replace(config.eval, file=name(config.eval.file), rewards=rewards(config.eval.rewards)),
         lora=dataclasses.replace(config.lora, continue_from=name(config.lora.continue_from)),
     )

@@ -27,6 +27,7 @@ th:first-child, td:first-child {{ text-align: left; }} th {{ color: var(--soft);
 .pair {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 1.2rem; }}
 figure {{ margin: 0; }} figcaption {{ color: var(--soft); font-size: .9rem; margin: .3rem 0; }}
 img {{ width: 100%; height: auto; border: 1px solid var(--line); border-radius: 6px; background: #fff; }}
+ul.alarms {{ border-left: 4px solid #c62828; padding-left: 1.6rem; }}
 pre {{ background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .8rem; }}
 pre {{ overflow-x: auto; font-size: .85rem; }}
 </style></head><body>
@@ -63,7 +64,11 @@ def write_report(run: Path) -> Path:
     plots = draw_plots(run / "plots", metrics, evals)
     first, last = evals[0], evals[-1]
     best = max(evals[1:] or evals, key=lambda e: e["scores"]["total"])
-    parts = ["<h2>Evaluation: deterministic ODE samples, fixed prompts and seeds</h2>", _score_table(first, best, last)]
+    parts = _alarms(evals)
+    parts += [
+        "<h2>Evaluation: deterministic ODE samples, fixed prompts and seeds</h2>",
+        _score_table(first, best, last),
+    ]
     parts.append('<h2>Before and after, same prompts and noise</h2><div class="pair">')
     parts.append(_figure(run / "samples" / f"{first['iteration']:05d}.png", "before"))
     after = f"after {last['iteration']} iterations"
@@ -99,6 +104,23 @@ def write_report(run: Path) -> Path:
     path = run / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _alarms(evals: list[dict]) -> list[str]:
+    """What the alarms said, evaluation by evaluation; nothing where none was given."""
+    words = [
+        f"<li>after iteration {e['iteration']}: {html.escape(alarm['words'])}</li>"
+        for e in evals
+        for alarm in e.get("alarms", ())
+    ]
+    if not words:
+        return []
+    return [
+        "<h2>Alarms</h2>",
+        '<p class="sub">The reward may be hacked from here on: compare the samples with those at the start, and choose '
+        "an earlier LoRA where they are worse.</p>",
+        f'<ul class="alarms">{"".join(words)}</ul>',
+    ]
 
 
 def draw_before_after(before: Path, after: Path, caption: str, out: Path) -> None:
@@ -187,6 +209,7 @@ def draw_plots(folder: Path, metrics: list[dict], evals: list[dict]) -> list[tup
         if name != "total" or len([k for k in evals[0]["scores"] if "/" not in k]) > 2:
             points = [(e["iteration"], e["scores"][name]) for e in evals if name in e["scores"]]
             ax.plot(*zip(*points, strict=True), "o-", color=f"C{n + 1}", label=f"eval: {name}")
+    mark_alarms(ax, evals)
     ax.legend(fontsize=8)
     save(figure, "reward", "reward")
     tags = sorted(k for k in evals[0]["scores"] if k.startswith("total/"))
@@ -224,14 +247,28 @@ def draw_plots(folder: Path, metrics: list[dict], evals: list[dict]) -> list[tup
         lines = ax.get_lines() + other.get_lines()
         ax.legend(lines, [line.get_label() for line in lines], fontsize=8)
         save(figure, "update", "update")
-        figure, ax = axes("relative to the first iteration")
-        for name in ("brightness", "sharpness", "diversity"):
+        figure, ax = axes("relative to the start")
+        for n, name in enumerate(("brightness", "sharpness", "diversity")):
             base = metrics[0][name] or 1.0
-            ax.plot(x, smooth([m[name] / base for m in metrics]), label=name)
+            ax.plot(x, smooth([m[name] / base for m in metrics]), color=f"C{n}", label=name)
+            if "looks" in evals[0]:
+                base = evals[0]["looks"][name] or 1.0
+                looks = [e["looks"][name] / base for e in evals]
+                ax.plot([e["iteration"] for e in evals], looks, "o", color=f"C{n}", label=f"eval: {name}")
         ax.axhline(1, color="0.6", lw=1)
+        mark_alarms(ax, evals)
         ax.legend(fontsize=8)
         save(figure, "look", "how the images look: a sharp fall beside a rising reward is a sign of reward hacking")
     return out
+
+
+def mark_alarms(ax, evals: list[dict]) -> None:
+    """A red line at each evaluation with an alarm, the first with the names of all that was ever wrong."""
+    marked = [e for e in evals if e.get("alarms")]
+    names = list(dict.fromkeys(alarm["name"] for e in marked for alarm in e["alarms"]))
+    for n, e in enumerate(marked):
+        label = f"alarm: {', '.join(names)}" if n == 0 else None
+        ax.axvline(e["iteration"], color="#c62828", lw=1.2, ls="--", label=label)
 
 
 def smooth(values: list[float], share: float = 0.15) -> list[float]:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from sfgrpo import __version__
+from sfgrpo.alarms import Alarm, find_alarms, rises
 from sfgrpo.dtypes import DTYPES
 from sfgrpo.ema import EMA
 from sfgrpo.evaluate import Evaluation, evaluate
@@ -28,7 +30,7 @@ from sfgrpo.loop import StepwiseGRPO
 from sfgrpo.metrics import plain
 from sfgrpo.pictures import tile
 from sfgrpo.prompts import Prompt, pick_prompts, read_prompts
-from sfgrpo.rewards import check_prompts, check_rewards, mix
+from sfgrpo.rewards import Guard, Mix, RewardError, Term, check_prompts, check_rewards, mix, number_names
 from sfgrpo.update import set_learning_rate
 
 from .config import RunConfig, to_toml, without_folders
@@ -99,7 +101,10 @@ def check_scoring(config: RunConfig, prompts: list[Prompt], eval_prompts: list[P
     for rewards, asked, file in (
         (config.rewards, prompts, config.prompts.file),
         (config.eval.rewards or config.rewards, eval_prompts, config.eval.file or config.prompts.file),
+        (config.watch, eval_prompts, config.eval.file or config.prompts.file),
     ):
+        if rewards is None:
+            continue
         score = mix(rewards)
         try:
             check_rewards(score)
@@ -121,6 +126,22 @@ def prepare(config: RunConfig, out: Path) -> Prepared:
     family_class(config.model_path).check_options(load_options(config, device))
     check_folder(out)
     return Prepared(config, out, prompts, eval_prompts, device, file_hash(config.prompts.file))
+
+
+def eval_rewards(config: RunConfig) -> tuple[Mix, dict[str, float]]:
+    """What evaluations score with, and the rewards whose fall is an alarm, with the sign of what is better.
+
+    Those are all that are reported, but the ones that the policy is rewarded for making small.
+    """
+    terms = mix(config.eval.rewards or config.rewards).terms
+    watched = [
+        Term(t.name, t.fn, math.copysign(1.0, t.weight)) for t in (mix(config.watch).terms if config.watch else ())
+    ]
+    signs = [t.weight for t in watched]
+    terms = number_names([*terms, *(Term(t.name, t.fn, 0.0) for t in watched)])
+    directions = {t.name: 1.0 for t in terms[: len(terms) - len(signs)] if t.weight > 0}
+    directions |= {t.name: sign for t, sign in zip(terms[len(terms) - len(signs) :], signs, strict=True)}
+    return Mix(tuple(terms), Guard(config.failures)), directions
 
 
 def check_sampling(config: RunConfig, family: Family) -> None:
@@ -238,10 +259,10 @@ class Run:
             parameters, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
         )
         self.ema = EMA(parameters, config.lora.ema_decay)
-        self.eval_score = mix(config.eval.rewards or config.rewards)
+        self.eval_score, self.watched = eval_rewards(config)
         self.loop = StepwiseGRPO(
             self.policy,
-            mix(config.rewards),
+            mix(config.rewards, config.failures),
             self.optimizer,
             sigmas=self.sigmas,
             latent_shape=self.latent_shape,
@@ -256,6 +277,9 @@ class Run:
         self.reward = math.nan
         self.best = -math.inf
         self.evaluations: list[dict] = []
+        self.rewards: list[float] = []
+        self.start: Evaluation | None = None
+        self.alarms: list[Alarm] = []
         self.iterations_done = 0
 
     def _load(self, parts: str) -> Family:
@@ -307,12 +331,29 @@ class Run:
                 on_progress=lambda done, total: self._progress("evaluate", done, total),
             )
         tile(result.images, result.captions).save(self.out / "samples" / f"{iteration:05d}.png")
-        self._log("evals.jsonl", {"iteration": iteration, "scores": result.scores, "counts": result.counts})
+        self._tell(result.problems, f"evaluation after iteration {iteration}")
+        self.start = self.start or result
+        rising = rises(self.rewards) or result.scores["total"] > self.start.scores["total"]
+        self.alarms = find_alarms(self.start, result, self.watched, config.alarms, rising=rising)
+        for alarm in self.alarms:
+            self._say(f"alarm after iteration {iteration}: {alarm.words}; look at samples/{iteration:05d}.png")
+        row = {"iteration": iteration, "scores": result.scores, "counts": result.counts, "looks": result.looks}
+        self._log("evals.jsonl", row | {"alarms": [{"name": a.name, "words": a.words} for a in self.alarms]})
         self.evaluations.append({"iteration": iteration, "scores": result.scores})
-        if iteration and result.scores["total"] > self.best:
+        stopped = config.alarms.stop and self.alarms
+        if iteration and result.scores["total"] > self.best and not stopped:
             self.best = result.scores["total"]
             self.save("best", iteration)
         return result
+
+    def _say(self, words: str) -> None:
+        if self.bar is not None:
+            self.bar.write(words)
+
+    def _tell(self, problems: list[str], where: str) -> None:
+        """Each different problem once, with how often it came."""
+        for words, times in Counter(problems).items():
+            self._say(f"warning: {where}: {words}" + (f" ({times} times)" if times > 1 else ""))
 
     def save(self, name: str, iteration: int) -> Path:
         """Write the averaged adapter as `<name>.safetensors`."""
@@ -363,6 +404,8 @@ class Run:
                 index = pick_prompts(len(self.prepared.prompts), config.prompts.per_iteration, iteration, config.seed)
                 done = self.loop.iterate(iteration, self.prompts, index)
                 self.reward = done.metrics["reward"]
+                self.rewards.append(self.reward)
+                self._tell(done.problems, f"iteration {iteration}")
                 if iteration == 0 and config.grpo.updates == 1:
                     bar.write(
                         "with grpo.updates = 1 the ratio is always 1 and nothing is clipped; rollout and update agree "
@@ -395,12 +438,21 @@ class Run:
                     )
                     end = self.evaluate(iteration + 1)
                     write_report(self.out)
+                    if config.alarms.stop and self.alarms:
+                        kept = (
+                            "best.safetensors is from before it"
+                            if self.best > -math.inf
+                            else "nothing before it was better than the start"
+                        )
+                        self._say(f"stopped by an alarm (alarms.stop); {kept}")
+                        self.save("last", iteration + 1)
+                        last = True
                 if last:
                     break
-        except BaseException:
-            if self.iterations_done:
-                bar.write(f"stopped; the LoRA so far is in {self.save('last', self.iterations_done)}")
-                write_report(self.out)
+        except BaseException as error:
+            self._save_what_there_is(bar)
+            if isinstance(error, RewardError):
+                raise UserError(str(error)) from None
             raise
         finally:
             bar.close()
@@ -408,6 +460,18 @@ class Run:
             if writer is not None:
                 writer.close()
         return Result(self.out, start, end, self.iterations_done, time.time() - self.started, self.best)
+
+    def _save_what_there_is(self, bar: tqdm) -> None:
+        """After an error or Ctrl-C; whatever goes wrong here must not hide what stopped the run."""
+        from .report import write_report
+
+        if not self.iterations_done:
+            return
+        try:
+            bar.write(f"stopped; the LoRA so far is in {self.save('last', self.iterations_done)}")
+            write_report(self.out)
+        except Exception as error:
+            bar.write(f"stopped; the LoRA so far could not be saved: {error}")
 
     def _set_lr(self, iteration: int) -> None:
         rate = self.config.optimizer

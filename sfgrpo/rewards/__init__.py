@@ -134,8 +134,19 @@ class Mix:
         for term in self.terms:
             if hasattr(term.fn, "check_prompt"):
                 term.fn.check_prompt(prompt, metadata, size)
-            else:
-                term.fn(torch.full((1, 3, *size), 0.5), [prompt], [metadata])
+                continue
+            try:
+                as_scores(term.fn(torch.full((1, 3, *size), 0.5), [prompt], [metadata]), 1)
+            except WrongScores as error:
+                raise ValueError(f"reward {term.name} {error}, asked with a grey image") from None
+            except ValueError:
+                raise
+            except Exception as error:
+                words = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise ValueError(
+                    f"reward {term.name} failed on a grey image of the prompt {prompt!r}: {words}; mend it, or give it a "
+                    "method check_prompt(prompt, metadata, size) that is asked instead"
+                ) from error
 
     def free(self) -> None:
         """Let all models of the rewards go."""
