@@ -159,7 +159,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, part) for part in get_args(hint))
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    return isinstance(value, hint) if hint in (str, bool, type(None)) else True
+    return isinstance(value, hint) if hint in (str, bool, dict, type(None)) else True
 
 
 def _describe(hint: Any) -> str:
@@ -167,5 +167,5 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(map(repr, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe(part) for part in get_args(hint) if part is not type(None))
-    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "a table"}
     return names.get(hint, str(hint))

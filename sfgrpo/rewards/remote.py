@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .http import read_json
-from .server import RewardError, ServerReward, in_threads
+from .server import ServerError, ServerReward, in_threads
 from .wire import CONTENT_TYPE, pack, scores
 
 
@@ -42,7 +42,7 @@ class Remote(ServerReward):
     def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping] | None = None) -> Tensor:
         """Scores (B,) float32 of (B, 3, H, W) images in [0, 1]; NaN where the server has none.
 
-        Raises RewardError where the server gives none for a request after all retries, or cannot score a prompt.
+        Raises ServerError where the server gives none for a request after all retries, or cannot score a prompt.
         """
         if images.ndim != 4 or images.shape[1] != 3:
             raise ValueError(f"images must be (B, 3, H, W), got {tuple(images.shape)}")
@@ -67,7 +67,7 @@ class Remote(ServerReward):
         if self.reward is None:
             return scores(value.get("total"), count)
         if self.reward not in value["rewards"]:
-            raise RewardError(
+            raise ServerError(
                 f"{self.url}: has no reward {self.reward!r}; set reward to one of {', '.join(value['rewards'])}"
             )
         return scores(value["rewards"][self.reward], count)

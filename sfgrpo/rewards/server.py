@@ -35,7 +35,7 @@ LONGEST_BACKOFF = 30.0
 LONGEST_RETRY_AFTER = 60.0
 
 
-class RewardError(RuntimeError):
+class ServerError(RuntimeError):
     """The server of a reward gave no scores; one sentence that names its URL, the cause, and what to do."""
 
 
@@ -89,14 +89,14 @@ class ServerReward:
         """What `read` makes of the server's answer to a POST.
 
         path: below `url`. kind: the content type of `body`. read: raises ValueError for an answer that is not what was
-        asked for, which is then asked for again, and RewardError where it never will be. stop: when it is set, there
-        are no more attempts. Raises RewardError, its __cause__ what `read` raised, if it did.
+        asked for, which is then asked for again, and ServerError where it never will be. stop: when it is set, there
+        are no more attempts. Raises ServerError, its __cause__ what `read` raised, if it did.
         """
         address = self.url.rstrip("/") + path
         headers = self._headers() | {"Content-Type": kind, "Connection": "close"}
         for attempt in range(self.retries + 1):
             if stop.is_set():
-                raise RewardError(f"{address}: stopped")
+                raise ServerError(f"{address}: stopped")
             try:
                 return self._attempt(address, body, headers, read)
             except _Failure as failure:
@@ -106,7 +106,7 @@ class ServerReward:
             if attempt < self.retries:
                 stop.wait(pause(attempt, self.backoff, last.retry_after))
         tries = f" ({attempt + 1} attempts)" if attempt else ""
-        raise RewardError(f"{address}: {last.cause}{tries}; {last.advice}") from last.__cause__
+        raise ServerError(f"{address}: {last.cause}{tries}; {last.advice}") from last.__cause__
 
     def _headers(self) -> dict[str, str]:
         headers = {"User-Agent": "sfgrpo", "Accept": "application/json"}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .http import read_json
-from .server import RewardError, ServerReward, in_threads
+from .server import ServerError, ServerReward, in_threads
 from .vlm_answers import NoScore, from_json, from_tokens, from_words
 from .vlm_prompts import PRESETS, Reading, check_template, fill_in
 
@@ -117,7 +117,7 @@ class VLMJudge(ServerReward):
         """Scores (B,) float32 in [0, 1] of (B, 3, H, W) images in [0, 1].
 
         NaN where the model's answers say no score, where a pixel is not finite, and where the server fails for some
-        images and not for others. Raises RewardError where it fails for all.
+        images and not for others. Raises ServerError where it fails for all.
         """
         metadata = [{}] * len(prompts) if metadata is None else metadata
         if not len(images) == len(prompts) == len(metadata):
@@ -133,7 +133,7 @@ class VLMJudge(ServerReward):
             try:
                 body = json.dumps(self._request(pixels[i], texts[i])).encode()
                 score = self.post(self._path, body, "application/json", self._read, stop)
-            except RewardError as error:
+            except ServerError as error:
                 failed.append(error)
                 if isinstance(error.__cause__, NoScore):
                     answered.append(i)

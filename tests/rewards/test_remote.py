@@ -12,7 +12,7 @@ import torch
 
 from sfgrpo.rewards import REWARDS, get_reward, mix
 from sfgrpo.rewards.http import retry_after
-from sfgrpo.rewards.server import RewardError, in_threads, pause
+from sfgrpo.rewards.server import ServerError, in_threads, pause
 from sfgrpo.rewards.wire import numbers, pack, scores, unpack
 from tests.rewards.loopback import close, cut, drip, hang, say, serving
 
@@ -104,7 +104,7 @@ TROUBLE = {
 @pytest.mark.parametrize(("answers", "settings", "message"), TROUBLE.values(), ids=TROUBLE)
 def test_what_fails_is_asked_again_and_then_told(answers, settings, message):
     with serving(*answers) as server:
-        with pytest.raises(RewardError, match=message) as error:
+        with pytest.raises(ServerError, match=message) as error:
             ask(server, retries=2, **settings)
         assert str(error.value).startswith(f"{server.url}/score: ") and "(3 attempts); " in str(error.value)
         assert "\n" not in str(error.value)
@@ -127,14 +127,14 @@ FINAL = {
 @pytest.mark.parametrize(("answer", "message"), FINAL.values(), ids=FINAL)
 def test_what_will_not_change_is_told_at_once(answer, message):
     with serving(answer, say(GOOD)) as server:
-        with pytest.raises(RewardError, match=message):
+        with pytest.raises(ServerError, match=message):
             ask(server, backoff=1000.0)
         assert len(server.asked) == 1
 
 
 def test_an_unknown_reward_is_told_at_once():
     with serving(say(GOOD)) as server:
-        with pytest.raises(RewardError, match="has no reward 'b'; set reward to one of a, total"):
+        with pytest.raises(ServerError, match="has no reward 'b'; set reward to one of a, total"):
             ask(server, reward="b")
         assert len(server.asked) == 1
 
@@ -144,13 +144,13 @@ def test_a_server_that_is_not_there():
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         reward = get_reward("remote", url=url, retries=1, backoff=0.0)
-        with pytest.raises(RewardError, match=f"{url}/score: connection refused .2 attempts.; start the server, or"):
+        with pytest.raises(ServerError, match=f"{url}/score: connection refused .2 attempts.; start the server, or"):
             reward(IMAGES, PROMPTS, METADATA)
 
 
 def test_the_first_failure_ends_the_other_requests():
     with serving(say({"error": "no"}, 400), hang) as server:
-        with pytest.raises(RewardError, match="status 400"):
+        with pytest.raises(ServerError, match="status 400"):
             ask(server, batch=1, concurrency=1)
         assert len(server.asked) == 1
 
@@ -169,7 +169,7 @@ def test_the_token_comes_from_the_environment_and_stays_out_of_errors(monkeypatc
         assert server.asked == []
         reward(IMAGES, PROMPTS, METADATA)
         assert server.asked[0].headers["Authorization"] == "Bearer s3cret"
-        with pytest.raises(RewardError) as error:
+        with pytest.raises(ServerError) as error:
             reward(IMAGES, PROMPTS, METADATA)
         assert "s3cret" not in str(error.value) + repr(reward)
 
