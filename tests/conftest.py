@@ -1,15 +1,16 @@
-"""Shared fixtures: a small random SD3 model on disk, run files, the command line as a process, one finished run."""
+"""Shared fixtures: a small random SD3 model on disk, run files, the command line, one finished run, a ComfyUI."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from sfgrpo.shapes import MODEL_DIR
+from tests.comfyui import Server, start, stop
 from tests.small_models import sd3
 
 PROMPTS = ("a circle", "two red circles", "a blue square", "a circle and a square")
@@ -138,6 +139,15 @@ def finished(tmp_path_factory, write_run, cli) -> Finished:
     process = cli("train", "run.toml", "--out", "a & b", "--iterations", 3, cwd=folder)
     assert process.returncode == 0, process.stderr
     return Finished(file, folder / "a & b", process)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory) -> Iterator[Server]:
+    """One ComfyUI for all tests of the session, with the test-only nodes of `comfy/custom_nodes/`."""
+    probes = {file.name: file for file in sorted((Path(__file__).parent / "comfy" / "custom_nodes").glob("*.py"))}
+    server = start(tmp_path_factory.mktemp("comfyui"), nodes=probes)
+    yield server
+    stop(server)
 
 
 def pytest_terminal_summary(terminalreporter):

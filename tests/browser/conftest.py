@@ -1,4 +1,4 @@
-"""Fixtures of the tests in the frontend: a ComfyUI of their own, and a headless Chromium.
+"""Fixtures of the tests in the frontend: ComfyUI as a new user has it, and a headless Chromium.
 
 Needs the Python package playwright, a `chromium` in the path and a ComfyUI checkout; all tests here are skipped where
 one of them is missing.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.browser.frontend import TEMPLATES, Frontend, models
-from tests.comfyui import Server, comfyui, start, stop
+from tests.comfyui import Server, comfyui
 
 VIEW = {"width": 1600, "height": 1000}
 
@@ -31,23 +31,25 @@ def browser() -> Iterator:
         browser.close()
 
 
-@pytest.fixture(scope="session")
-def server(browser, tmp_path_factory) -> Iterator[Server]:
-    """A ComfyUI whose user has seen the welcome, with an empty file under the name of each model of a template."""
-    base = tmp_path_factory.mktemp("browser")
-    for file in {model["directory"] + "/" + model["name"] for name in TEMPLATES for model in models(name)}:
-        (base / "models" / file).parent.mkdir(parents=True, exist_ok=True)
-        (base / "models" / file).touch()
-    server = start(base)
+@pytest.fixture(scope="module")
+def server(browser, server) -> Iterator[Server]:
+    """The ComfyUI; its user has seen the welcome, and each model of a template is there as an empty file."""
+    files = {server.base / "models" / m["directory"] / m["name"] for name in TEMPLATES for m in models(name)}
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     server.post("/settings", {"Comfy.TutorialCompleted": True, "Comfy.VueNodes.Enabled": False})
     yield server
-    stop(server)
+    for file in files:
+        file.unlink()
 
 
-@pytest.fixture(scope="session")
-def frontend(browser, server) -> Frontend:
+@pytest.fixture(scope="module")
+def frontend(browser, server) -> Iterator[Frontend]:
     """The page in which most tests work, one after the other."""
-    return Frontend(browser.new_page(viewport=VIEW), server)
+    page = browser.new_page(viewport=VIEW)
+    yield Frontend(page, server)
+    page.close()
 
 
 @pytest.fixture(autouse=True)

@@ -82,6 +82,7 @@ class Term:
     name: str
     fn: object
     weight: float = 1.0
+    normalise: bool = False
 
 
 class Reward(Fresh):
