@@ -1,4 +1,4 @@
-"""The command line: `sfgrpo demo | train | sample | lora | selftest`."""
+"""The command line: `sfgrpo demo | train | sample | lora | selftest | reward`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ USAGE = """usage: sfgrpo COMMAND ...
   sfgrpo lora convert FILE OUT [...]       write it so that both load it at strength 1.0; `sfgrpo lora --help`
   sfgrpo lora merge OUT FILE[:WEIGHT] ...  the sum of several LoRAs of one model
   sfgrpo selftest [--model M]              check the mathematics on this machine, green or red
+  sfgrpo reward serve --reward NAME [...]  rewards behind HTTP, for runs elsewhere; `sfgrpo reward serve --help`
   sfgrpo --version
 """
 
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     # What libraries warn of when they are imported (torchao, bitsandbytes) is not for who trains.
     logging.disable(logging.WARNING)
-    commands = {"demo": demo, "train": train, "sample": sample, "lora": lora, "selftest": selftest}
+    commands = {"demo": demo, "train": train, "sample": sample, "lora": lora, "selftest": selftest, "reward": reward}
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
             print(USAGE, end="")
@@ -169,6 +170,13 @@ def selftest(arguments: list[str]) -> int:
     from .selftest import main as selftest_main
 
     return selftest_main(arguments)
+
+
+def reward(arguments: list[str]) -> int:
+    """`sfgrpo reward serve`."""
+    from .reward import main as reward_main
+
+    return reward_main(arguments)
 
 
 if __name__ == "__main__":
