@@ -444,8 +444,11 @@ def _reward_paths(value: Any, name: str, folder: Path) -> Any:
     return os.path.abspath(folder / Path(value).expanduser()) if is_path else value
 
 
-def to_toml(config: RunConfig) -> str:
-    """The resolved settings as a run file that `load_config` reads back; unset ones are left out."""
+def to_toml(config: RunConfig | dict[str, Any]) -> str:
+    """Settings as a run file, the resolved ones of a RunConfig as one that `load_config` reads back.
+
+    Unset ones are left out.
+    """
     import tomli_w
 
     def plain(value: Any) -> Any:
@@ -453,14 +456,11 @@ def to_toml(config: RunConfig) -> str:
             return {k: plain(v) for k, v in value.items() if v is not None}
         return str(value) if isinstance(value, Path) else value
 
-    return tomli_w.dumps(plain(dataclasses.asdict(config)))
+    return tomli_w.dumps(plain(config if isinstance(config, dict) else dataclasses.asdict(config)))
 
 
-def without_folders(config: RunConfig) -> RunConfig:
-    """The settings with file names alone where they name files here: what may go into a file that is passed on."""
-
-    def name(path: Path | None) -> Path | None:
-        return None if path is None else Path(path.name)
+def without_folders(config: RunConfig) -> dict[str, Any]:
+    """The settings as nested dicts, with file names alone where they name files here: what may be passed on."""
 
     def rewards(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
@@ -471,16 +471,14 @@ def without_folders(config: RunConfig) -> RunConfig:
         is_path = key in PATH_SETTINGS and isinstance(value, str) and Path(value).exists()
         return Path(value).name if is_path else value
 
-    model = config.model
-    if Path(model.path).exists():
-        model = dataclasses.replace(model, path=Path(model.path).name)
-    model = dataclasses.replace(model, transformer_file=name(model.transformer_file))
-    return dataclasses.replace(
-        config,
-        model=model,
-        prompts=dataclasses.replace(config.prompts, file=name(config.prompts.file)),
-        rewards=rewards(config.rewards),
-        watch=rewards(config.watch),
-        eval=dataclasses.replace(config.eval, file=name(config.eval.file), rewards=rewards(config.eval.rewards)),
-        lora=dataclasses.replace(config.lora, continue_from=name(config.lora.continue_from)),
-    )
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return value.name if isinstance(value, Path) else value
+
+    out = plain(dataclasses.asdict(config))
+    for table in (out, out["eval"]):
+        table |= {name: rewards(table[name]) for name in ("rewards", "watch") if table.get(name) is not None}
+    if Path(config.model.path).exists():
+        out["model"]["path"] = Path(config.model.path).name
+    return out

@@ -366,7 +366,7 @@ class Run:
         metadata = {
             "format": "pt",
             "software": f"stepwise-grpo {__version__}",
-            "base_model": without_folders(config).model.path,
+            "base_model": without_folders(config)["model"]["path"],
             "rank": str(config.lora.rank),
             "alpha": "folded into lora_B",
             "iteration": str(iteration),

@@ -105,8 +105,8 @@ def test_files_are_relative_to_the_run_file_or_to_where_they_are_typed(write, tm
     assert typed.rewards["aesthetic"] == {"head": str(here / "head.pth"), "model": "owner/name"}
     # What a LoRA file says of its run names no folder of this machine.
     bare = without_folders(config)
-    assert bare.rewards["aesthetic"] == {"head": "head.safetensors", "model": "clip"}
-    assert bare.eval.rewards["clip_score"]["model"] == "clip"
+    assert bare["rewards"]["aesthetic"] == {"head": "head.safetensors", "model": "clip"}
+    assert bare["eval"]["rewards"]["clip_score"]["model"] == "clip"
     assert str(tmp_path) not in to_toml(bare)
 
 

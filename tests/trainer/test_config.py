@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 import sfgrpo_trainer.runs
+from sfgrpo.alarms import AlarmConfig
 from sfgrpo.kernels import Kernel
+from sfgrpo.rewards import FailurePolicy
 from sfgrpo.shapes import MODEL_DIR
 from sfgrpo_trainer.config import (
     EvalConfig,
@@ -80,6 +82,7 @@ CHANGED = RunConfig(
         window_size=2,
         substeps=2,
         credit="gain_gae",
+        mix="each",
         gae_lambda=0.5,
         ema_decay=0.25,
         step_weight="std",
@@ -91,6 +94,7 @@ CHANGED = RunConfig(
         estimate_batch=7,
         decode_batch=5,
         update_batch=9,
+        score_ahead=16,
     ),
     lora=LoRAConfig(
         rank=8, alpha=3.0, targets="all", ema_decay=0.75, continue_from=Path("/x/l.safetensors"), save_dtype="bf16"
@@ -107,6 +111,9 @@ CHANGED = RunConfig(
         grid=4,
         batch=6,
     ),
+    watch={"sharpness": 1.0},
+    alarms=AlarmConfig(drop=0.2, rise=0.5, reward_drop=0.25, stop=True),
+    failures=FailurePolicy(retries=3, retry_wait=0.5, timeout=60.0, then="stop", max_dropped=0.5),
     iterations=12,
     max_minutes=1.5,
     seed=9,
