@@ -24,6 +24,7 @@ def describe(config: RunConfig, prompts: int, eval_prompts: int) -> str:
     sigmas = family.sigmas(s.steps, s.height, s.width)
     windows = grpo.check_windows(sigmas)
     work = iteration_work(config, sigmas, windows[0])
+    rewards = {**config.rewards, **(config.eval.rewards or {})}
     frames = f" x {s.frames} frames" if s.frames > 1 else ""
     lines = [
         ("model", f"{config.model.path} ({pipeline_class_of(config.model_path)}), {config.model.dtype}"),
@@ -47,9 +48,10 @@ def describe(config: RunConfig, prompts: int, eval_prompts: int) -> str:
         ),
         ("run", f"{config.iterations} iterations, an evaluation every {config.eval.every}"),
         ("memory", ", ".join(f"{name} {size(need)}" for name, need in memory.phases.items())),
+        ("", f"peak {size(memory.peak)} by calculation; leave 2 GB more for the device itself"),
         (
             "",
-            f"peak {size(memory.peak)} by calculation, without rewards; leave 2 GB more for the device itself",
+            f"models of rewards ({', '.join(rewards)}) are not counted; they come on top where they lie here",
         ),
     ]
     return "\n".join(f"{name:12s}{text}" for name, text in filter(None, lines))

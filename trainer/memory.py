@@ -1,24 +1,21 @@
 """How much device memory a run needs, by calculation: its model is built without weights and run on shapes alone.
 
-Activations are what autograd would keep for the backward pass of one micro-batch, with attention that keeps its inputs
-and its output (flash attention). What cannot be known here (allocator, CUDA's own context, workspaces) is left out:
-leave about 2 GB.
+Activations are what autograd would keep for the backward pass of one micro-batch (activations.py). What cannot be known
+here (allocator, CUDA's own context, workspaces) is left out: leave about 2 GB. Models of rewards are left out too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .activations import META, saved_bytes
 from .config import RunConfig
 from .families import Family, family_class, read_json
 from .policy import attach_lora, lora_layers
@@ -26,7 +23,6 @@ from .run import load_options
 
 BITS = {"none": None, "int8": 8.0, "nf4": 4.127}
 """Bits of a quantised weight; nf4 with its constants in double quantisation."""
-META = torch.device("meta")
 LORA_BYTES = 4 * 5
 """Of one LoRA parameter: itself, gradient, AdamW's two moments and the moving average, in float32."""
 
@@ -106,48 +102,8 @@ def without_weights(config: RunConfig, encoders: bool = True) -> tuple[Family, d
     for name, module in parts.items():
         if isinstance(module, nn.Module):
             module.to(dtype_of(family, name)).requires_grad_(False)
+            keep_float32(module)
     return family, {k: v for k, v in built.items() if isinstance(v, nn.Module)}
-
-
-class _Flash(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value):
-        out = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, out)
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, gradient, gradient
-
-
-@contextmanager
-def flash_attention() -> Iterator[None]:
-    """On the meta device torch takes attention apart, and would keep its whole matrix."""
-    stock = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Flash.apply(query, key, value)
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = stock
-
-
-def saved_bytes(family: Family, rows: int, guided: bool, shape: tuple[int, ...], cond: Mapping[str, Tensor]) -> int:
-    """What autograd keeps of the velocities of `rows` latents."""
-    seen: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        if not isinstance(x, nn.Parameter):
-            storage = x.untyped_storage()
-            seen[storage._cdata] = storage.nbytes()
-        return x
-
-    rows *= 2 if guided else 1
-    x, sigma = torch.ones(rows, *shape, device=META), torch.ones(rows, device=META)
-    with flash_attention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        kept = family.velocity(x, sigma, dict(cond))
-    del kept
-    return sum(seen.values())
 
 
 class _Largest(TorchDispatchMode):
@@ -161,6 +117,14 @@ class _Largest(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self.bytes = max(self.bytes, value.numel() * value.element_size())
         return out
+
+
+def keep_float32(module: nn.Module) -> None:
+    """What diffusers keeps in float32 when it loads the model in another dtype."""
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if kept & set(name.split(".")):
+            tensor.data = tensor.data.float()
 
 
 def dtype_of(family: Family, name: str) -> torch.dtype:
@@ -193,7 +157,7 @@ def measure(config: RunConfig, family: Family, encoders: dict[str, nn.Module]) -
         for n, m in parts.items()
         if isinstance(m, nn.Module)
     ]
-    attach_lora(family, config.lora)
+    attach_factors(family, config)
     layers = lora_layers(family)
     count = sum(p.numel() for p in family.transformer.parameters() if p.requires_grad)
 
@@ -229,6 +193,14 @@ def measure(config: RunConfig, family: Family, encoders: dict[str, nn.Module]) -
         "update": resting + trajectory + states + activations,
     }
     return memory
+
+
+def attach_factors(family: Family, config: RunConfig) -> None:
+    """The LoRA of a run on the transformer, its factors float32 as they are in training."""
+    attach_lora(family, config.lora)
+    for parameter in family.transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
 def block_count(transformer: nn.Module) -> int:

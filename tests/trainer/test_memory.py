@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.published_models import PUBLISHED, write
-from sfgrpo_trainer import memory
+from sfgrpo_trainer import activations, memory
 from sfgrpo_trainer.config import load_config
+from sfgrpo_trainer.errors import UserError
 from sfgrpo_trainer.families import load_family
-from sfgrpo_trainer.policy import attach_lora
+from sfgrpo_trainer.run import DTYPES
 from tests.small_models import ROWS, small_model
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -51,34 +53,92 @@ def test_bytes_of_quantised_weights():
     assert memory.bytes_of(model, torch.float32, "nf4") == pytest.approx(64 * 128 * 4.127 / 8 + 4 * rest)
 
 
-@pytest.mark.parametrize("checkpointing", (False, True))
-@pytest.mark.parametrize("name", ROWS)
-def test_what_autograd_keeps_is_what_it_keeps_of_real_tensors(name, checkpointing, tmp_path, monkeypatch):
-    row = small_model(name)
-    row.build(tmp_path / "model")
-    run = tmp_path / "run.toml"
-    (tmp_path / "p.txt").write_text("a circle\n")
+@pytest.fixture(scope="module", params=ROWS)
+def small(request, tmp_path_factory):
+    """Row, folder, and function from a dtype to the configuration of a run."""
+    row, folder = small_model(request.param), tmp_path_factory.mktemp(request.param)
+    row.build(folder / "model")
+    (folder / "p.txt").write_text("a circle\n")
     height, width = row.size
-    run.write_text(
-        f'[model]\npath = "{tmp_path / "model"}"\ndtype = "fp32"\n[prompts]\nfile = "p.txt"\nper_iteration = 1\n'
+    (folder / "run.toml").write_text(
+        f'[model]\npath = "{folder / "model"}"\n[prompts]\nfile = "p.txt"\nper_iteration = 1\n'
         f"[rewards]\njpeg_size = 1.0\n[sampling]\nheight = {height}\nwidth = {width}\nframes = {row.frames}\n"
     )
     tables = {"embedded_guidance": "sampling"}
     options = [f"--{tables.get(k, 'model')}.{k.replace('_', '-')}={v}" for k, v in row.options.items()]
-    config = load_config(run, options)
-    shapes, _ = memory.without_weights(config)
-    real = load_family(str(tmp_path / "model"), torch.float32, torch.device("cpu"), **row.options)
-    shape, rows = real.latent_shape(height, width, row.frames), 3
-    cond = {k: torch.ones(v.shape, dtype=v.dtype) if v.is_meta else v for k, v in shapes.example_cond(rows).items()}
-    kept = []
-    for family, device in ((shapes, memory.META), (real, torch.device("cpu"))):
-        attach_lora(family, config.lora)
-        if checkpointing:
-            family.transformer.enable_gradient_checkpointing()
-            family.transformer.train()
-        monkeypatch.setattr(memory, "META", device)
-        kept.append(memory.saved_bytes(family, rows, False, shape, shapes.example_cond(rows) if not kept else cond))
-    assert kept[0] == pytest.approx(kept[1], rel=0.1)
+
+    def config_of(dtype):
+        return load_config(folder / "run.toml", [*options, f"--model.dtype={dtype}"])
+
+    return row, str(folder / "model"), config_of
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_what_autograd_keeps_is_what_it_keeps_of_real_tensors(small, dtype):
+    """In bf16 under autocast, with float32 factors of the LoRA."""
+    row, path, config_of = small
+    config, cpu, rows = config_of(dtype), torch.device("cpu"), 3
+    shapes, _ = memory.without_weights(config, encoders=False)
+    real = load_family(path, DTYPES[dtype], cpu, "denoiser", **row.options)
+    shape, cond = real.latent_shape(*row.size, row.frames), shapes.example_cond(rows)
+    ones = {k: torch.ones(v.shape, dtype=v.dtype) if v.is_meta else v for k, v in cond.items()}
+    for checkpointing in (False, True):
+        kept = []
+        for family, tensors, device in ((shapes, cond, activations.META), (real, ones, cpu)):
+            if checkpointing:
+                family.transformer.enable_gradient_checkpointing()
+                family.transformer.train()
+            else:
+                memory.attach_factors(family, config)
+            kept.append(activations.saved_bytes(family, rows, False, shape, tensors, device, gpu=False))
+        assert kept[0] == pytest.approx(kept[1], rel=0.01)
+
+
+AUTOCAST = {
+    "linear": lambda x, w: F.linear(x, w),
+    "__matmul__": lambda x, w: x @ w,
+    "conv2d": lambda x, w: F.conv2d(x[None], w[:, :, None, None]),
+    "einsum": lambda x, w: torch.einsum("bij,jk->bik", x, w),
+    "layer_norm": lambda x, w: F.layer_norm(x, w.shape[:1], w[0], w[1]),
+    "rms_norm": lambda x, w: F.rms_norm(x, w.shape[:1], w[0]),
+    "group_norm": lambda x, w: F.group_norm(x, 2),
+    "softmax": lambda x, w: x.softmax(-1),
+    "pow": lambda x, w: x.pow(2),
+    "__pow__": lambda x, w: x**2,
+    "rsqrt": lambda x, w: torch.rsqrt(x),
+    "sum": lambda x, w: x.sum(-1),
+    "norm": lambda x, w: x.norm(dim=-1),
+    "exp": lambda x, w: x.exp(),
+    # These it leaves alone.
+    "gelu": lambda x, w: F.gelu(x),
+    "silu": lambda x, w: F.silu(x),
+    "mean": lambda x, w: x.mean(-1),
+    "mul": lambda x, w: x * w,
+    "cat": lambda x, w: torch.cat([x, x]),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast_on_meta_is_that_of_a_gpu(name):
+    """Against torch's own dispatch for CUDA, which fake tensors have on a machine without a GPU too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for dtype in (torch.float32, torch.bfloat16):
+        with activations.Autocast(torch.bfloat16):
+            x, w = (torch.empty(s, dtype=dtype, device="meta") for s in ((8, 8, 8), (8, 8)))
+            ours = AUTOCAST[name](x, w)
+        before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        try:
+            torch.set_autocast_enabled("cuda", True)
+            torch.set_autocast_dtype("cuda", torch.bfloat16)
+            with FakeTensorMode():
+                x, w = (torch.empty(s, dtype=dtype, device="cuda") for s in ((8, 8, 8), (8, 8)))
+                theirs = AUTOCAST[name](x, w)
+        finally:
+            torch.set_autocast_enabled("cuda", before[0])
+            torch.set_autocast_dtype("cuda", before[1])
+            torch.clear_autocast_cache()
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
 
 
 @pytest.fixture(scope="session")
@@ -108,8 +168,9 @@ def test_every_family_has_a_run_file(published):
     assert kinds == set(FAMILIES)
 
 
-def test_dry_run(cli, published, tmp_path):
+def test_dry_run(cli, published, tmp_path, monkeypatch):
     """FLUX.1-dev in 4 bit: what its run file loads, does and needs."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # the hub client asks again for half a minute where there is no network
     file = next(f for f in CONFIGS if f.stem == "flux1_dev")
     model = published["black-forest-labs/FLUX.1-dev"]
     process = cli("train", file, "--dry-run", "--model.path", model, cwd=tmp_path)
@@ -123,9 +184,21 @@ def test_dry_run(cli, published, tmp_path):
     assert lines["iteration"].startswith(
         "4 prompts x 12 images; forward rows: 436 to sample, 0 to estimate; 484 images"
     )
+    assert "models of rewards (pickscore) are not counted" in process.stdout
     # The reward's weights are not here; the rest is said all the same.
     assert lines["rewards"].startswith("not ready: reward pickscore: model ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stem", ("flux2_klein", "sd35_medium_24gb", "qwen_image"))
+def test_embedded_guidance_is_refused_where_no_model_takes_it(stem, published):
+    """Before any weight is loaded. The run files of FLUX.1-dev and FLUX.2-dev have it."""
+    from sfgrpo_trainer.run import check_inputs
+
+    config = load_config(next(f for f in CONFIGS if f.stem == stem), ["--sampling.embedded-guidance=3.5"])
+    model = dataclasses.replace(config.model, path=str(published[config.model.path]))
+    with pytest.raises(UserError, match="no input for embedded guidance .* leave sampling.embedded_guidance"):
+        check_inputs(dataclasses.replace(config, model=model))
 
 
 def test_dry_run_of_a_size_that_cannot_be_made(cli, published, tmp_path):
