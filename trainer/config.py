@@ -468,6 +468,8 @@ def without_folders(config: RunConfig) -> dict[str, Any]:
         if key == "kind" and isinstance(value, str) and is_custom(value):
             place, function = split(value)
             return f"{Path(place).name}:{function}"
+        if key == "url":
+            return "http://server"
         is_path = key in PATH_SETTINGS and isinstance(value, str) and Path(value).exists()
         return Path(value).name if is_path else value
 

@@ -23,6 +23,7 @@ from sfgrpo.rewards.wire import CONTENT_TYPE, pack
 from sfgrpo.shapes.captions import parse
 from sfgrpo.shapes.scenes import render, scenes_for
 from sfgrpo_trainer import reward as command
+from sfgrpo_trainer.config import load_config, to_toml, without_folders
 from sfgrpo_trainer.errors import UserError
 from sfgrpo_trainer.serve import RewardServer
 from tests.rewards import small
@@ -396,6 +397,20 @@ def test_a_token_lets_it_listen_elsewhere(monkeypatch):
     assert command._token(options) == TOKEN
     local = command._parser().parse_args(["serve", "--host", "::1"])
     assert command._token(local) == ""
+
+
+def test_the_address_of_a_server_stays_out_of_lora_files(tmp_path):
+    rewards = """
+    [rewards]
+    mine = { kind = "remote", url = "http://10.1.2.3:8190", reward = "geneval", token_env = "MY_TOKEN" }
+    """
+    (tmp_path / "run.toml").write_text(f'model = {{ path = "shapes" }}\nprompts = {{ file = "p.txt" }}\n{rewards}')
+    config = load_config(tmp_path / "run.toml")
+    assert "10.1.2.3" in to_toml(config)
+    bare = without_folders(config)
+    assert "10.1.2.3" not in to_toml(bare)
+    (tmp_path / "again.toml").write_text(to_toml(bare))
+    assert load_config(tmp_path / "again.toml").rewards["mine"]["reward"] == "geneval"
 
 
 def test_help(capsys):
