@@ -1,6 +1,7 @@
 """What a user can get wrong: exit code 2, one line that says what, no traceback, before any model is loaded.
 
 Every case is a process of its own. All but a few are forked from one that has done the imports, which take seconds.
+That one imports diffusers only when the cases have run that must not need it.
 """
 
 import json
@@ -73,21 +74,25 @@ CASES = {
 
 NEEDS_DIFFUSERS = ("model without weights", "selftest of a missing model", "selftest on a bad device")
 
+NEEDS_PEFT = ("selftest with an unknown option",)
+
 FORKED = """
-import json, os, sys
-import sfgrpo_trainer.run
+import json, logging, os, sys
 from sfgrpo_trainer.cli import main
 
+logging.disable(logging.WARNING)  # as main does
 codes = {}
-for name, arguments in json.loads(sys.argv[1]).items():
-    child = os.fork()
-    if not child:
-        for number, kind in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT), number)
-        code = main(arguments)
-        print("diffusers" in sys.modules, flush=True)
-        os._exit(code)
-    codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+for imports, cases in json.loads(sys.argv[1]):
+    exec(imports)
+    for name, arguments in cases.items():
+        child = os.fork()
+        if not child:
+            for number, kind in ((1, "out"), (2, "err")):
+                os.dup2(os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+            code = main(arguments)
+            print("diffusers" in sys.modules, flush=True)
+            os._exit(code)
+        codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(json.dumps(codes))
 """
 
@@ -119,9 +124,15 @@ def codes(folder) -> dict[str, int]:
     """Exit code of every case; what it printed lies in CASE.out and CASE.err."""
     if not hasattr(os, "fork"):
         pytest.skip("needs os.fork")
-    arguments = json.dumps({name: arguments for name, (arguments, _) in CASES.items()})
+    slow = NEEDS_PEFT + NEEDS_DIFFUSERS
+    stages = (
+        ("import sfgrpo_trainer.run", [name for name in CASES if name not in slow]),
+        ("import peft", NEEDS_PEFT),
+        ("from diffusers import StableDiffusion3Pipeline", NEEDS_DIFFUSERS),
+    )
+    stages = json.dumps([(imports, {name: CASES[name][0] for name in names}) for imports, names in stages])
     process = subprocess.run(
-        [sys.executable, "-c", FORKED, arguments], cwd=folder, capture_output=True, text=True, timeout=900
+        [sys.executable, "-c", FORKED, stages], cwd=folder, capture_output=True, text=True, timeout=900
     )
     assert process.returncode == 0 and process.stderr == "", process.stderr
     return json.loads(process.stdout)
