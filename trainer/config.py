@@ -437,7 +437,9 @@ def _located(rewards: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _reward_paths(value: Any, name: str, folder: Path) -> Any:
     """A setting of a reward, or a table of them, with files and folders that lie in `folder` as absolute paths."""
     if isinstance(value, dict):
-        return {k: _reward_paths(v, k, folder) for k, v in value.items()}
+        # The model of a judge is a name at its server.
+        judge = value.get("kind", name) == "vlm_judge"
+        return value if judge else {k: _reward_paths(v, k, folder) for k, v in value.items()}
     is_path = (
         name in PATH_SETTINGS and isinstance(value, str) and value and (folder / Path(value).expanduser()).exists()
     )

@@ -399,18 +399,22 @@ def test_a_token_lets_it_listen_elsewhere(monkeypatch):
     assert command._token(local) == ""
 
 
-def test_the_address_of_a_server_stays_out_of_lora_files(tmp_path):
+def test_run_files_with_servers(tmp_path):
     rewards = """
     [rewards]
     mine = { kind = "remote", url = "http://10.1.2.3:8190", reward = "geneval", token_env = "MY_TOKEN" }
+    vlm_judge = { url = "http://10.1.2.3:8000", model = "Qwen/VL" }
     """
+    (tmp_path / "Qwen" / "VL").mkdir(parents=True)
     (tmp_path / "run.toml").write_text(f'model = {{ path = "shapes" }}\nprompts = {{ file = "p.txt" }}\n{rewards}')
     config = load_config(tmp_path / "run.toml")
     assert "10.1.2.3" in to_toml(config)
     bare = without_folders(config)
     assert "10.1.2.3" not in to_toml(bare)
     (tmp_path / "again.toml").write_text(to_toml(bare))
-    assert load_config(tmp_path / "again.toml").rewards["mine"]["reward"] == "geneval"
+    again = load_config(tmp_path / "again.toml").rewards
+    # Names at a server are no paths here, not even where there is such a folder.
+    assert again["mine"]["reward"] == "geneval" and again["vlm_judge"]["model"] == "Qwen/VL"
 
 
 def test_help(capsys):
