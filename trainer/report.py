@@ -263,12 +263,12 @@ def draw_plots(folder: Path, metrics: list[dict], evals: list[dict]) -> list[tup
 
 
 def mark_alarms(ax, evals: list[dict]) -> None:
-    """A red line at each evaluation with an alarm, the first with the names of all that was ever wrong."""
+    """A dashed line at each evaluation with an alarm, the first with the names of all that was ever wrong."""
     marked = [e for e in evals if e.get("alarms")]
     names = list(dict.fromkeys(alarm["name"] for e in marked for alarm in e["alarms"]))
     for n, e in enumerate(marked):
         label = f"alarm: {', '.join(names)}" if n == 0 else None
-        ax.axvline(e["iteration"], color="#c62828", lw=1.2, ls="--", label=label)
+        ax.axvline(e["iteration"], color="black", lw=1.2, ls="--", label=label)
 
 
 def smooth(values: list[float], share: float = 0.15) -> list[float]:
