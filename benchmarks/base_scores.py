@@ -19,7 +19,7 @@ from sfgrpo.shapes import MODEL_DIR
 from sfgrpo.shapes.captions import CATEGORIES, all_captions
 from trainer.families import load_family
 from trainer.policy import LoRAPolicy, encode_prompts
-from trainer.run import quiet
+from trainer.prepare import quiet
 
 
 def scores(guidance: float, images: int, zero_tokens: int = 0) -> dict[str, float]:

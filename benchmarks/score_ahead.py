@@ -26,7 +26,7 @@ from sfgrpo.shapes import MODEL_DIR
 from trainer.config import LoRAConfig
 from trainer.families import load_family
 from trainer.policy import LoRAPolicy, add_lora, encode_prompts
-from trainer.run import quiet
+from trainer.prepare import quiet
 
 PROMPTS = [Prompt(text) for text in ("a circle", "two red circles", "a blue square", "a circle and a square")]
 CONFIG = GRPOConfig(group_size=8, rollout_batch=8, decode_batch=8)

@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from trainer.config import load_config
-from trainer.run import Run, prepare, quiet
+from trainer.prepare import prepare, quiet
+from trainer.run import Run
 
 DEMO = Path(__file__).parents[1] / "trainer" / "runs" / "demo.toml"
 

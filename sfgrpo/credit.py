@@ -13,9 +13,9 @@ All stds are population stds. The gains of a trajectory telescope: their sum is 
 std 0 get advantage 0. Rewards that are NaN or infinite are left out of every statistic, and the steps that they
 touch get advantage 0.
 
-Of several rewards r_j with weights w_j, credit is taken of r = sum_j w_j r_j (`mix` = sum, as in the paper), or of each,
-A = sum_j w_j A_j / sum_j |w_j| (`each`): then a reward counts by its weight and not by its spread, which is another in
-every group.
+Of several rewards r_j with weights w_j, credit is taken of r = sum_j w_j r_j (`mix` = sum, as in the paper), or of
+each, A = sum_j w_j A_j / sum_j |w_j| (`each`): then a reward counts by its weight and not by its spread, which is
+another in every group.
 
 Choice of ours: `gain_centred` is not in the paper. The mean gain of step k is the same whatever the policy did
 there, so a joint mean pushes every step with a high mean gain up and every other down; see docs/method.md.

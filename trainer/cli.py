@@ -100,7 +100,7 @@ def demo(arguments: list[str]) -> int:
 
 def _dry_run(config) -> int:
     from .dry_run import describe
-    from .run import check_inputs, check_scoring, quiet
+    from .prepare import check_inputs, check_scoring, quiet
 
     quiet()
     prompts, eval_prompts = check_inputs(config)

@@ -9,7 +9,7 @@ import torch
 from .config import RunConfig
 from .families import pipeline_class_of
 from .memory import Component, measure, without_weights
-from .run import check_sampling
+from .prepare import check_sampling
 
 
 def describe(config: RunConfig, prompts: int, eval_prompts: int) -> str:

@@ -19,7 +19,7 @@ from .activations import META, saved_bytes
 from .config import RunConfig
 from .families import Family, family_class, read_json
 from .policy import attach_lora, lora_layers
-from .run import load_options
+from .prepare import load_options
 
 BITS = {"none": None, "int8": 8.0, "nf4": 4.127}
 """Bits of a quantised weight; nf4 with its constants in double quantisation."""

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     embedded = args.model == EMBEDDED
     model = str(MODEL_DIR) if embedded else args.model
     from .families import LoadOptions, check_embedded_guidance, check_size, family_class, load_model
-    from .run import check_writable, pick_device, quiet
+    from .prepare import check_writable, pick_device, quiet
 
     shape = check_size(model, args.height, args.width, args.frames)
     check_embedded_guidance(model, args.embedded_guidance)

@@ -25,7 +25,7 @@ from sfgrpo.shapes import MODEL_DIR
 from .config import EMBEDDED, LoRAConfig
 from .families import check_size, load_family
 from .policy import LoRAPolicy, add_lora, encode_prompts, lora_layers, lora_state
-from .run import pick_device, quiet
+from .prepare import pick_device, quiet
 from .sample import Parser
 
 PROMPTS = ("three red circles", "a square", "a blue cross")

@@ -144,8 +144,8 @@ class Mix:
             except Exception as error:
                 words = f"{type(error).__name__}: {error}".splitlines()[0]
                 raise ValueError(
-                    f"reward {term.name} failed on a grey image of the prompt {prompt!r}: {words}; mend it, or give it a "
-                    "method check_prompt(prompt, metadata, size) that is asked instead"
+                    f"reward {term.name} failed on a grey image of the prompt {prompt!r}: {words}; mend it, or give it "
+                    "a method check_prompt(prompt, metadata, size) that is asked instead"
                 ) from error
 
     def free(self) -> None:

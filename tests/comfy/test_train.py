@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from sfgrpo.rewards import REWARDS
 from sfgrpo.shapes import MODEL_DIR
 from sfgrpo_trainer.config import load_config
-from sfgrpo_trainer.run import Run, prepare
+from sfgrpo_trainer.prepare import prepare
+from sfgrpo_trainer.run import Run
 from tests.comfy.training import SEED, TINY, Graph
 
 SMOOTH = {"max_grad_norm": 1e-6}

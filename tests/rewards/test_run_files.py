@@ -6,7 +6,8 @@ import pytest
 
 from sfgrpo_trainer.config import load_config, to_toml, without_folders
 from sfgrpo_trainer.errors import UserError
-from sfgrpo_trainer.run import check_inputs, check_scoring, train
+from sfgrpo_trainer.prepare import check_inputs, check_scoring
+from sfgrpo_trainer.run import train
 from tests.rewards.small import save_clip
 
 BASE = """

@@ -25,7 +25,8 @@ from sfgrpo_trainer.config import (
     to_toml,
 )
 from sfgrpo_trainer.errors import UserError
-from sfgrpo_trainer.run import prepare, train
+from sfgrpo_trainer.prepare import prepare
+from sfgrpo_trainer.run import train
 
 RUNS = Path(sfgrpo_trainer.runs.__file__).parent
 MINIMAL = '[model]\npath = "shapes"\n[prompts]\nfile = "p.txt"\n[rewards]\nshapes = 1.0\n'

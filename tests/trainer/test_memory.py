@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.published_models import PUBLISHED, write
+from sfgrpo.dtypes import DTYPES
 from sfgrpo_trainer import activations, memory
 from sfgrpo_trainer.config import load_config
 from sfgrpo_trainer.errors import UserError
 from sfgrpo_trainer.families import load_family
-from sfgrpo_trainer.run import DTYPES
 from tests.small_models import ROWS, small_model
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -150,7 +150,7 @@ def published(tmp_path_factory):
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda f: f.stem)
 def test_a_run_file_of_configs_resolves(file, published):
-    from sfgrpo_trainer.run import check_inputs
+    from sfgrpo_trainer.prepare import check_inputs
 
     config = load_config(file)
     model = dataclasses.replace(config.model, path=str(published[config.model.path]))
@@ -193,7 +193,7 @@ def test_dry_run(cli, published, tmp_path, monkeypatch):
 @pytest.mark.parametrize("stem", ("flux2_klein", "sd35_medium_24gb", "qwen_image"))
 def test_embedded_guidance_is_refused_where_no_model_takes_it(stem, published):
     """Before any weight is loaded. The run files of FLUX.1-dev and FLUX.2-dev have it."""
-    from sfgrpo_trainer.run import check_inputs
+    from sfgrpo_trainer.prepare import check_inputs
 
     config = load_config(next(f for f in CONFIGS if f.stem == stem), ["--sampling.embedded-guidance=3.5"])
     model = dataclasses.replace(config.model, path=str(published[config.model.path]))

@@ -6,8 +6,9 @@ import pytest
 
 from sfgrpo_trainer.config import load_config
 from sfgrpo_trainer.errors import UserError
+from sfgrpo_trainer.prepare import eval_rewards
 from sfgrpo_trainer.report import write_report
-from sfgrpo_trainer.run import eval_rewards, train
+from sfgrpo_trainer.run import train
 
 REWARD = '''
 def dark(images, prompts, metadata, *, bad: int = 0):

@@ -20,7 +20,8 @@ from sfgrpo.export import file_hash
 from sfgrpo.prompts import pick_prompts
 from sfgrpo.rewards import Scores
 from sfgrpo_trainer.config import load_config
-from sfgrpo_trainer.run import Run, prepare, train
+from sfgrpo_trainer.prepare import prepare
+from sfgrpo_trainer.run import Run, train
 from sfgrpo_trainer.sample import main as sample
 
 STEPS = 4
