@@ -50,8 +50,11 @@ class GRPOConfig:
     """Optimizer steps an iteration; each takes its share of the prompts."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
+    max_skipped: int = 20
+    """So many updates in a row whose gradient is NaN or infinite end the training; each is skipped."""
     rollout_batch: int = 32
-    """Latents in one forward pass of the rollout. Results do not depend on this or the next four; memory does."""
+    """Latents in one forward pass of the rollout. Results do not depend on this or the next four; memory does, and
+    where it runs out they are halved."""
     estimate_batch: int = 32
     """Latents in one forward pass of the estimates."""
     decode_batch: int = 8
@@ -85,6 +88,7 @@ class GRPOConfig:
         )
         for name in ("rollout_batch", "estimate_batch", "decode_batch", "update_batch"):
             need(getattr(self, name) >= 1, name, "1 or more")
+        need(self.max_skipped >= 1, "max_skipped", "1 or more")
         need(self.score_ahead >= 0, "score_ahead", "0 or more")
         need(self.window_size is None or self.window_size >= 1, "window_size", "1 or more")
 

@@ -6,12 +6,11 @@ optimizer. With credit `uniform` and the kernel `flow_grpo` it is Flow-GRPO.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,13 +18,15 @@ from torch import Tensor
 from . import noise
 from .config import GRPOConfig
 from .credit import Credit, assign_credit, mix_credits
-from .metrics import brightness, diversity, sharpness
+from .halving import halving
+from .metrics import image_metrics, rollout_metrics
 from .policy import Policy
+from .processes import ALONE, Processes, Segment, segments
 from .prompts import Prompt
 from .rewards import Mix, ScoreFn
-from .rollout import Trajectory, batches, join_trajectories, rollout
+from .rollout import Trajectory, empty_trajectory, join_trajectories, rollout
 from .schedule import check_sigmas
-from .scoring import Scored, Scorer, finite_std
+from .scoring import Scored, Scorer, check_dropped, gather_scored
 from .tweedie import estimates
 from .update import update
 
@@ -40,15 +41,34 @@ class Iteration:
     """What one iteration did."""
 
     trajectory: Trajectory
+    """Of this process."""
     rewards: Tensor
     """(G, N, T + 1) of all states, or (G, N, 1) of the finished images with credit `uniform`."""
     credit: Credit
     images: Tensor
-    """(G * N, 3, H, W): the finished images, with the sampler's noise in them."""
+    """(G * N, 3, H, W): the finished images, with the sampler's noise in them; of this process alone."""
     metrics: dict[str, float | list[float]]
     """Plain numbers for a log; see docs/metrics.md."""
     problems: list[str]
     """What went wrong with rewards, in words; their images were dropped."""
+    notes: list[str]
+    """What else happened, in words: memory that ran out."""
+
+
+@dataclass
+class Rollouts:
+    """What an iteration learns from: this process's trajectories and images, and the rewards of all."""
+
+    trajectory: Trajectory
+    cond: Tensor
+    scored: Scored
+    images: Tensor
+    looks: dict[str, float]
+    problems: list[str]
+
+
+class GradientError(RuntimeError):
+    """The training cannot go on, for its gradients are not finite."""
 
 
 class StepwiseGRPO:
@@ -68,10 +88,12 @@ class StepwiseGRPO:
         on_progress: OnProgress = lambda phase, done, total: None,
         after_update: Callable[[], None] = lambda: None,
         scaler: torch.amp.GradScaler | None = None,
+        processes: Processes = ALONE,
     ) -> None:
         """sigmas: (T + 1,) time grid; latent_shape: of one latent, without the batch; seed: of all noise.
 
         after_update is called after each optimizer step; scaler scales the loss of a policy that computes in fp16.
+        processes: all that train this LoRA, each with its own copy of the policy.
 
         Raises ValueError for sigmas that are no time grid, and for a window outside it or without noise.
         """
@@ -81,7 +103,9 @@ class StepwiseGRPO:
         self.on_progress, self.after_update = on_progress, after_update
         self.scaler = scaler or torch.amp.GradScaler(enabled=False)
         self.windows = config.check_windows(self.sigmas)
+        self.processes, self.notes = processes, []
         self.ema: dict[str, Tensor] = {}
+        self._skipped = 0
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -97,88 +121,134 @@ class StepwiseGRPO:
 
         The policy's `cond` is the LongTensor of these indices, one a row.
         """
-        config, count = self.config, len(index)
         self._seconds.clear()
+        self.notes.clear()
+        rolled = self._collect(iteration, prompts, index)
+        rewards, trajectory = rolled.scored, rolled.trajectory
+        credit = self._credit(rewards, trajectory)
+        with self._phase("update"):
+            updated = update(
+                self.policy,
+                self.optimizer,
+                trajectory,
+                rolled.cond,
+                credit,
+                self.config,
+                order=torch.randperm(len(index), generator=noise.generator_for(self.seed, iteration, "updates")),
+                scaler=self.scaler,
+                processes=self.processes,
+                on_batch=lambda done, total: self.on_progress("update", done, total),
+                after_update=self.after_update,
+                on_halved=self._halved("update_batch"),
+            )
+        self._check_gradients(updated)
+        metrics = rollout_metrics(rewards.total, rewards.parts, credit) | rolled.looks | updated
+        metrics |= {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
+        return Iteration(trajectory, rewards.total, credit, rolled.images, metrics, rolled.problems, list(self.notes))
+
+    def _collect(self, iteration: int, prompts: Sequence[Prompt], index: Sequence[int]) -> Rollouts:
+        """Sample, estimate and score this process's share of the trajectories; rewards come from all processes."""
+        config, size = self.config, self.config.group_size
+        total = len(index) * size
+        rows = self.processes.share(total)
+        at_once = -(-config.rollout_batch // size) if config.score_ahead else None
+        parts = segments(rows, size, at_once)
         scorer = Scorer(
             self.policy,
             self.score,
             config.decode_batch,
-            0,
-            config.score_ahead,
-            lambda done, total: self.on_progress("score", done, total),
+            ahead=config.score_ahead,
+            on_progress=lambda done, total: self.on_progress("score", done, total),
+            on_halved=self._halved("decode_batch"),
+            check=self.processes.size == 1,
         )
-        chunks = batches(count, -(-config.rollout_batch // config.group_size) if config.score_ahead else None)
-        rolled, images, places, states = [], [], [], 0
+        sampled, images, places, states = [], [], [], 0
         try:
-            for chunk in chunks:
+            for part in parts:
                 with self._phase("sample"):
-                    trajectory, cond = self.sample(iteration, index, chunk)
+                    trajectory, cond = self.sample(iteration, index, part)
                 with self._phase("estimate"):
                     latents, found = self._estimate(trajectory, cond)
                 with self._phase("score"):
-                    scorer.total = len(latents) * count // (chunk.stop - chunk.start)
-                    asked = [prompts[index[chunk.start + r // config.group_size]] for r in found.row.tolist()]
+                    scorer.total = max(scorer.total, len(latents) * (rows.stop - rows.start) // len(trajectory.latents))
+                    asked = [prompts[index[part.groups.start + r // part.size]] for r in found.row.tolist()]
                     images.append(scorer.add(latents, asked, found.state == trajectory.steps))
-                rolled.append((trajectory, cond))
+                sampled.append((trajectory, cond))
                 places.append(found.index + states)
                 states += len(latents)
             with self._phase("score"):
                 scores = scorer.finish()
         finally:
             scorer.close()
-        trajectory, cond = join_trajectories([t for t, _ in rolled]), torch.cat([c for _, c in rolled])
-        del rolled
-        scored = Scored.of(scores, torch.cat(places), config.group_size)
-        credit = self._credit(scored, trajectory)
-        with self._phase("update"):
-            order = torch.randperm(count, generator=noise.generator_for(self.seed, iteration, "updates"))
-            updated = update(
-                self.policy,
-                self.optimizer,
-                trajectory,
-                cond,
-                credit,
-                config,
-                order=order,
-                scaler=self.scaler,
-                on_batch=lambda done, total: self.on_progress("update", done, total),
-                after_update=self.after_update,
-            )
-        images = torch.cat(images)
-        metrics = self._metrics(scored, credit, images) | updated
-        metrics |= {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
-        return Iteration(trajectory, scored.total, credit, images, metrics, scores.problems)
+        with self._phase("score"):
+            scored = gather_scored(scores, torch.cat(places) if places else None, size, self.processes)
+            problems = [words for some in self.processes.gather(scores.problems) for words in some]
+            dropped = self.processes.gather((scorer.dropped, scorer.done))
+            check_dropped(self.score, sum(d for d, _ in dropped), sum(n for _, n in dropped), problems)
+            images = torch.cat(images) if images else torch.zeros(0, 3, 1, 1)
+            looks = image_metrics(images, rows, size, self.processes)
+        if not sampled:
+            stds = self._stds(iteration)
+            sampled.append((empty_trajectory(self.sigmas, stds, self.latent_shape), torch.zeros(0, dtype=torch.long)))
+        trajectory, cond = join_trajectories([t for t, _ in sampled]), torch.cat([c for _, c in sampled])
+        return Rollouts(trajectory, cond, scored, images, looks, problems)
 
-    def sample(self, iteration: int, index: Sequence[int], part: slice = noise.ALL) -> tuple[Trajectory, Tensor]:
+    def sample(self, iteration: int, index: Sequence[int], part: Segment | None = None) -> tuple[Trajectory, Tensor]:
         """Roll out one group for each prompt index; returns the G * N trajectories and their `cond`.
 
-        part: only these of the groups, which then are what they are among all.
-        A grid that starts below 1 starts from noise scaled by sigmas[0], as in ComfyUI.
+        part: only these rows, which then are what they are among all. A grid that starts below 1 starts from noise
+        scaled by sigmas[0], as in ComfyUI.
         """
-        size = self.config.group_size
-        cond = torch.tensor(list(index)[part], device=self.device).repeat_interleave(size)
-        steps = len(self.sigmas) - 1
-        start, stop, _ = part.indices(len(index))
-        trajectory = rollout(
-            self.policy.velocity,
-            (noise.initial_noise(self.seed, iteration, index, size, self.latent_shape, part) * self.sigmas[0]).to(
-                self.device
-            ),
-            self.sigmas,
-            cond,
-            kernel=self.config.kernel,
-            generators=noise.member_generators(self.seed, iteration, index, size, part),
-            stochastic=self.window(iteration),
-            group_size=size,
-            micro_batch=self.config.rollout_batch,
-            on_step=lambda k: self.on_progress("sample", steps * start + k * (stop - start), steps * len(index)),
-        )
-        return trajectory, cond
+        size, steps, count = self.config.group_size, len(self.sigmas) - 1, len(index)
+        part = part or Segment(slice(0, count), slice(0, size))
+        groups, start, width = part.groups, part.groups.start, part.groups.stop - part.groups.start
+        cond = torch.tensor(list(index)[groups], device=self.device).repeat_interleave(part.size)
+        x = noise.initial_noise(self.seed, iteration, index, part.size, self.latent_shape, groups) * self.sigmas[0]
+
+        def at(micro_batch: int) -> Trajectory:
+            return rollout(
+                self.policy.velocity,
+                x.to(self.device),
+                self.sigmas,
+                cond,
+                kernel=self.config.kernel,
+                generators=noise.member_generators(self.seed, iteration, index, size, groups, part.members),
+                stochastic=self.window(iteration),
+                group_size=part.size,
+                micro_batch=micro_batch,
+                on_step=lambda k: self.on_progress("sample", steps * start + k * width, steps * count),
+            )
+
+        return halving(at, self.config.rollout_batch, self._halved("rollout_batch")), cond
+
+    def _halved(self, setting: str) -> Callable[[int], None]:
+        """What is told that memory ran out: the setting is lower from now on, and a note says so."""
+
+        def tell(size: int) -> None:
+            self.config = replace(self.config, **{setting: size})
+            self.notes.append(f"memory ran out: {setting} is {size} from here on")
+
+        return tell
+
+    def _check_gradients(self, updated: dict[str, float]) -> None:
+        """Raise GradientError where too many updates in a row had no finite gradient."""
+        if updated["updates"]:
+            self._skipped = 0
+        self._skipped += updated["updates_skipped"]
+        if self._skipped >= self.config.max_skipped:
+            raise GradientError(
+                f"the gradients of {self._skipped} updates in a row were NaN or infinite, so that nothing was learned "
+                "from them; lower the learning rate, or compute in bf16 or fp32 in place of fp16"
+            )
 
     def window(self, iteration: int) -> Tensor:
         """The stochastic steps (T,) of an iteration."""
         draw = torch.randint(len(self.windows), (1,), generator=noise.generator_for(self.seed, iteration, "window"))
         return self.windows[int(draw)]
+
+    def _stds(self, iteration: int) -> Tensor:
+        """The noise of each step (T,) of an iteration."""
+        return torch.where(self.window(iteration), self.config.kernel.std(self.sigmas[:-1], self.sigmas[1:]), 0.0)
 
     def _estimate(self, trajectory: Trajectory, cond: Tensor):
         """Clean estimates of all states that the credit reads: only the finished latents for `uniform`."""
@@ -191,14 +261,17 @@ class StepwiseGRPO:
             done += rows
             self.on_progress("estimate", min(done, total), total)
 
-        return estimates(
-            self.policy.velocity,
-            trajectory,
-            cond,
-            substeps=self.config.substeps,
-            micro_batch=self.config.estimate_batch,
-            on_batch=on_batch,
-        )
+        def at(micro_batch: int):
+            return estimates(
+                self.policy.velocity,
+                trajectory,
+                cond,
+                substeps=self.config.substeps,
+                micro_batch=micro_batch,
+                on_batch=on_batch,
+            )
+
+        return halving(at, self.config.estimate_batch, self._halved("estimate_batch"))
 
     def _credit(self, scored: Scored, trajectory: Trajectory) -> Credit:
         """Credit for the weighted sum of the rewards, or for each of them, then mixed."""
@@ -226,25 +299,3 @@ class StepwiseGRPO:
         if any(t.normalise for t in terms):
             return credit_of("total", scored.normalised(terms))
         return credit_of("total", scored.total)
-
-    def _metrics(self, scored: Scored, credit: Credit, images: Tensor) -> dict:
-        """Metrics of the rollout: rewards, gains and how the images look."""
-        metrics: dict = {
-            **_mean_and_std("reward", scored.total[..., -1]),
-            "dead_groups": int((~credit.alive).sum()),
-            "dropped_rewards": credit.dropped,
-            "brightness": float(brightness(images).mean()),
-            "sharpness": float(sharpness(images).mean()),
-            "diversity": float(diversity(images, self.config.group_size).mean()),
-        }
-        for name, values in scored.parts.items():
-            metrics |= _mean_and_std(f"reward/{name}", values[..., -1])
-        if credit.gains.shape[-1]:
-            metrics["gain"] = credit.gains.nanmean((0, 1)).tolist()
-            metrics["gain_abs"] = credit.gains.abs().nanmean((0, 1)).tolist()
-        return metrics
-
-
-def _mean_and_std(name: str, values: Tensor) -> dict[str, float]:
-    finite = values[torch.isfinite(values)]
-    return {name: float(finite.mean()) if len(finite) else math.nan, f"{name}_std": finite_std(values)}

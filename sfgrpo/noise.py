@@ -40,11 +40,14 @@ def initial_noise(
 
 
 def member_generators(
-    seed: int, iteration: int, prompts: Sequence[int], group_size: int, part: slice = ALL
+    seed: int, iteration: int, prompts: Sequence[int], group_size: int, part: slice = ALL, members: slice = ALL
 ) -> list[torch.Generator]:
-    """One generator a trajectory, G * N of them in the order of `initial_noise`, for the noise of the steps."""
-    keys = _keys(prompts)[part]
-    return [generator_for(seed, iteration, *key, member) for key in keys for member in range(group_size)]
+    """One generator a trajectory, G * N of them in the order of `initial_noise`, for the noise of the steps.
+
+    members: only these of each group.
+    """
+    keys, chosen = _keys(prompts)[part], range(group_size)[members]
+    return [generator_for(seed, iteration, *key, member) for key in keys for member in chosen]
 
 
 def _keys(prompts: Sequence[int]) -> list[tuple[int, int]]:

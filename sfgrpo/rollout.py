@@ -82,8 +82,15 @@ class DistinctStates:
     """(B, T + 1) int64: where each state stands among the M."""
 
 
+def empty_trajectory(sigmas: Tensor, stds: Tensor, latent_shape: tuple[int, ...]) -> Trajectory:
+    """No rows of trajectories on these times and stds."""
+    steps = len(stds)
+    latents = torch.zeros(0, steps + 1, *latent_shape)
+    return Trajectory(latents, latents[:, 1:], torch.zeros(0, steps), sigmas, stds)
+
+
 def join_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
-    """Trajectories of the same steps and groups' size as one."""
+    """Trajectories of the same steps as one; its group_size is that of the first."""
     if len(parts) == 1:
         return parts[0]
     return replace(

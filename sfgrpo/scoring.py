@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -13,7 +12,10 @@ from torch import Tensor
 
 from .background import Worker, wait
 from .credit import STD_FLOOR
+from .halving import halving
+from .metrics import finite_std
 from .policy import Policy
+from .processes import Processes
 from .prompts import Prompt
 from .rewards import FailurePolicy, Mix, ScoreFn, Scores, Term
 from .rollout import batches
@@ -75,60 +77,85 @@ class Scorer:
     policy: Policy
     score: ScoreFn
     batch: int
-    """Latents decoded and images scored at once."""
-    total: int
+    """Latents decoded and images scored at once; halved where memory runs out."""
+    total: int = 0
     """Latents that will come."""
     ahead: int = 0
     """Images that may wait for their scores; 0 scores each batch at once."""
     on_progress: Callable[[int, int], None] = lambda done, total: None
     """on_progress(scored, total); also called while scores are awaited, and may raise to stop."""
+    on_halved: Callable[[int], None] = lambda size: None
+    check: bool = True
+    """Whether too many dropped images end this at once; not where other processes score the rest."""
+    done: int = 0
+    """Images scored so far, and of these dropped."""
+    dropped: int = 0
 
     _waiting: deque[tuple[int, Future]] = field(default_factory=deque, init=False)
     _scores: list[Scores] = field(default_factory=list, init=False)
-    _done: int = field(default=0, init=False)
-    _dropped: int = field(default=0, init=False)
     _worker: Worker | None = field(default=None, init=False)
 
     def add(self, latents: Tensor, prompts: Sequence[Prompt], kept: Tensor) -> Tensor:
         """Take (M, ...) latents in; returns the images on the CPU of those that are `kept` (M,) bool."""
-        images = []
-        self.on_progress(self._done, self.total)
-        for part in batches(len(latents), self.batch):
-            decoded = decode(self.policy, latents[part])
+        images, start = [], 0
+        self.on_progress(self.done, self.total)
+        while start < len(latents):
+            part = slice(start, min(start + self.batch, len(latents)))
+            decoded = self._decode(latents[part])
             images.append(decoded[kept[part].to(decoded.device)].cpu())
+            start = part.stop
             if not self.ahead:
-                self._take(score_images(self.score, decoded, prompts[part]))
+                self._take(self._score(decoded, prompts[part]))
                 continue
             self._worker = self._worker or Worker()
             rows = len(decoded)
             while self._waiting and sum(n for n, _ in self._waiting) + rows > self.ahead:
                 self._collect()
-            self._waiting.append((rows, self._worker.submit(score_images, self.score, decoded, prompts[part])))
+            self._waiting.append((rows, self._worker.submit(self._score, decoded, prompts[part])))
         return torch.cat(images)
 
     def finish(self) -> Scores:
         """The scores of all latents, in the order in which they came."""
         while self._waiting:
             self._collect()
-        return join_scores(self._scores)
+        return join_scores(self._scores) if self._scores else Scores(torch.zeros(0), {})
 
     def close(self) -> None:
         """Ask for no more scores. Does not wait for those that are being computed."""
         if self._worker is not None:
             self._worker.close()
 
+    def _decode(self, latents: Tensor) -> Tensor:
+        def at(size: int) -> Tensor:
+            return torch.cat([decode(self.policy, latents[part]) for part in batches(len(latents), size)])
+
+        return halving(at, len(latents), self._halved)
+
+    def _score(self, images: Tensor, prompts: Sequence[Prompt]) -> Scores:
+        def at(size: int) -> Scores:
+            parts = batches(len(images), size)
+            return join_scores([score_images(self.score, images[part], prompts[part]) for part in parts])
+
+        return halving(at, len(images), self._halved)
+
+    def _halved(self, size: int) -> None:
+        self.batch = size
+        self.on_halved(size)
+
     def _collect(self) -> None:
         future = self._waiting[0][1]
-        wait(future, on_wait=lambda: self.on_progress(self._done, self.total))
+        wait(future, on_wait=lambda: self.on_progress(self.done, self.total))
         self._waiting.popleft()
         self._take(future.result())
 
     def _take(self, scores: Scores) -> None:
         self._scores.append(scores)
-        self._done += len(scores.total)
-        self._dropped += int((~torch.isfinite(scores.total)).sum())
-        self.on_progress(self._done, self.total)
-        check_dropped(self.score, self._dropped, self.total, [p for s in self._scores for p in s.problems])
+        self.done += len(scores.total)
+        self.dropped += int((~torch.isfinite(scores.total)).sum())
+        self.on_progress(self.done, self.total)
+        if self.check:
+            problems = [p for s in self._scores for p in s.problems]
+            check_dropped(self.score, self.dropped, max(self.total, self.done), problems)
 
 
 @dataclass
@@ -137,13 +164,6 @@ class Scored:
 
     total: Tensor
     parts: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, scores: Scores, index: Tensor, group_size: int) -> Scored:
-        """From the scores of M distinct states; index (G * N, S): where each state stands among them."""
-        shape = (-1, group_size, index.shape[-1])
-        parts = {name: values[index].view(shape) for name, values in scores.parts.items()}
-        return cls(scores.total[index].view(shape), parts)
 
     def normalised(self, terms: Sequence[Term]) -> Tensor:
         """The weighted sum, (G, N, S), of rewards divided by the std of the finished images' where that is asked for.
@@ -162,7 +182,13 @@ class Scored:
         return total
 
 
-def finite_std(values: Tensor) -> float:
-    """Population std of the finite values; NaN where there is none."""
-    finite = values[torch.isfinite(values)]
-    return float(finite.std(unbiased=False)) if len(finite) else math.nan
+def gather_scored(scores: Scores, index: Tensor | None, group_size: int, processes: Processes) -> Scored:
+    """The rewards of all processes, from the scores of this one's distinct states.
+
+    index: (rows, S), where each state of its rows stands among them; None where it has no rows.
+    """
+    mine = None if index is None else {n: v[index] for n, v in {"": scores.total, **scores.parts}.items()}
+    every = [some for some in processes.gather(mine) if some is not None]
+    joined = {name: torch.cat([some[name] for some in every]) for name in every[0]}
+    joined = {name: values.view(-1, group_size, values.shape[-1]) for name, values in joined.items()}
+    return Scored(joined.pop(""), joined)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from .config import GRPOConfig
 from .credit import Credit
+from .halving import halving
 from .objective import Loss, step_weights, surrogate_loss, trained_entries
 from .policy import Policy
+from .processes import ALONE, Processes
 from .rollout import Trajectory, batches
 
 
@@ -94,53 +97,57 @@ def update(
     *,
     order: Tensor,
     scaler: torch.amp.GradScaler,
+    processes: Processes = ALONE,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
     after_update: Callable[[], None] = lambda: None,
+    on_halved: Callable[[int], None] = lambda size: None,
 ) -> dict[str, float]:
     """config.updates optimizer steps, each on its share of the groups in `order` (G,); returns their metrics.
 
-    A step whose gradient is NaN or infinite is skipped and counted. on_batch(done, total) comes before each micro-batch
-    and may raise to stop, after_update after each optimizer step.
+    trajectory and cond hold this process's share of the G * N rows, credit all of them; gradients are summed over the
+    processes once a step. A step whose gradient is NaN or infinite is skipped and counted. on_batch(done, total) comes
+    before each micro-batch and may raise to stop, after_update after each optimizer step; on_halved(size) where memory
+    ran out and the micro-batches become smaller.
     """
-    groups, members, _ = credit.advantages.shape
+    groups, members, steps = credit.advantages.shape
+    rows = processes.share(groups * members)
     weights = step_weights(trajectory.stds, config.step_weight)
-    entries = trained_entries(credit, trajectory.stds, config.kl_weight)
+    entries = trained_entries(credit, trajectory.stds, config.kl_weight).view(-1, steps)
+    advantages, group = credit.advantages.view(-1, steps)[rows], torch.arange(groups).repeat_interleave(members)
+    noisy, mine = int((trajectory.stds > 0).sum()), int(entries[rows].sum())
     parameters = list(policy.trainable_parameters())
-    seen: dict[str, list[Tensor]] = defaultdict(list)
-    norms, skipped, done = [], 0, 0
+    seen: list[dict[str, list[Tensor]]] = []
+    norms, skipped, done, size = [], 0, 0, config.update_batch
+
+    def halved(new: int) -> None:
+        nonlocal size
+        size = new
+        on_halved(new)
+
     for chunk in order.tensor_split(min(config.updates, groups)):
-        chosen = torch.zeros(groups, dtype=torch.bool)
-        chosen[chunk] = True
-        # Sorted by step, so that a micro-batch holds many trajectories at few noise levels.
-        step, group, member = (entries & chosen.view(-1, 1, 1)).permute(2, 0, 1).nonzero(as_tuple=True)
-        if not len(step):
+        chosen = entries & torch.isin(group, chunk).unsqueeze(1)
+        if not bool(chosen.any()):
             continue
-        row, advantage = group * members + member, credit.advantages[group, member, step]
-        denominator = len(chunk) * members * int((trajectory.stds > 0).sum())
-        optimizer.zero_grad(set_to_none=True)
-        for part in batches(len(row), config.update_batch):
-            on_batch(done, int(entries.sum()))
-            losses = policy_loss(
-                policy,
-                trajectory,
-                cond,
-                row[part],
-                step[part],
-                advantage[part],
-                weights[step[part]],
-                config,
-                unchanged=not norms,
-            )
-            surrogate = losses.surrogate
-            scaler.scale(surrogate.loss.sum() / denominator).backward()
-            seen["loss"].append(surrogate.loss.detach().cpu())
-            seen["ratio"].append(surrogate.ratio.cpu())
-            seen["clipped"].append(surrogate.clipped.float().cpu())
-            if losses.kl is not None:
-                seen["kl"].append(losses.kl.detach().cpu())
-            if not norms:
-                seen["drift"].append(losses.drift.cpu())
-            done += part.stop - part.start
+        # Sorted by step, so that a micro-batch holds many trajectories at few noise levels.
+        step, row = chosen[rows].T.nonzero(as_tuple=True)
+        entries_of = partial(
+            accumulate_gradient,
+            policy,
+            trajectory,
+            cond,
+            row,
+            step,
+            advantages[row, step],
+            weights[step],
+            config,
+            scaler,
+            denominator=len(chunk) * members * noisy,
+            unchanged=not norms,
+            on_batch=partial(_from, on_batch, done, mine),
+        )
+        seen.append(halving(entries_of, size, halved))
+        done += len(row)
+        processes.sum_gradients(parameters)
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
         if torch.isfinite(norm):
@@ -151,15 +158,79 @@ def update(
             skipped += 1
         scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    ratio = torch.cat(seen["ratio"]) if seen["ratio"] else torch.ones(1)
+
+    def every(name: str) -> Tensor:
+        """What all processes saw of something."""
+        return processes.gather_rows(torch.cat([torch.zeros(0), *(v for found in seen for v in found[name])]))
+
+    ratio, kl = every("ratio"), every("kl")
+    ratio = ratio if len(ratio) else torch.ones(1)
     metrics = {
-        "loss": float(torch.cat(seen["loss"]).mean()) if seen["loss"] else 0.0,
+        "loss": _mean(every("loss")),
         "ratio/mean": float(ratio.mean()),
         "ratio/max": float(ratio.max()),
-        "ratio/rounding": float(torch.cat(seen["drift"]).max()) if seen["drift"] else 0.0,
-        "clipped": float(torch.cat(seen["clipped"]).mean()) if seen["clipped"] else 0.0,
+        "ratio/rounding": float(torch.cat([torch.zeros(1), every("drift")]).max()),
+        "clipped": _mean(every("clipped")),
         "grad_norm": sum(norms) / len(norms) if norms else 0.0,
         "updates": len(norms),
         "updates_skipped": skipped,
     }
-    return metrics | ({"kl": float(torch.cat(seen["kl"]).mean())} if seen["kl"] else {})
+    return metrics | ({"kl": _mean(kl)} if len(kl) else {})
+
+
+def accumulate_gradient(
+    policy: Policy,
+    trajectory: Trajectory,
+    cond: Any,
+    row: Tensor,
+    step: Tensor,
+    advantage: Tensor,
+    weight: Tensor,
+    config: GRPOConfig,
+    scaler: torch.amp.GradScaler,
+    size: int,
+    *,
+    denominator: int,
+    unchanged: bool,
+    on_batch: Callable[[int], None],
+) -> dict[str, list[Tensor]]:
+    """The gradient of the summed loss of M entries by the denominator, from zero, in micro-batches of `size`.
+
+    row, step, advantage and weight are (M,), as for `policy_loss`; returns what was seen on the way, name -> tensors.
+    """
+    parameters = list(policy.trainable_parameters())
+    for parameter in parameters:
+        parameter.grad = None
+    scaler.scale(parameters[0].new_zeros(()))  # prepares it where there is no entry, as in a process without any
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for part in batches(len(row), size):
+        on_batch(part.start)
+        losses = policy_loss(
+            policy,
+            trajectory,
+            cond,
+            row[part],
+            step[part],
+            advantage[part],
+            weight[part],
+            config,
+            unchanged=unchanged,
+        )
+        surrogate = losses.surrogate
+        scaler.scale(surrogate.loss.sum() / denominator).backward()
+        found["loss"].append(surrogate.loss.detach().cpu())
+        found["ratio"].append(surrogate.ratio.cpu())
+        found["clipped"].append(surrogate.clipped.float().cpu())
+        if losses.kl is not None:
+            found["kl"].append(losses.kl.detach().cpu())
+        if unchanged:
+            found["drift"].append(losses.drift.cpu())
+    return found
+
+
+def _from(on_batch: Callable[[int, int], None], before: int, total: int, start: int) -> None:
+    on_batch(before + start, total)
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if len(values) else 0.0

@@ -91,6 +91,7 @@ CHANGED = RunConfig(
         kl_weight=0.04,
         updates=2,
         max_grad_norm=0.5,
+        max_skipped=7,
         rollout_batch=6,
         estimate_batch=7,
         decode_batch=5,

@@ -9,7 +9,7 @@ import torch
 from sfgrpo.config import GRPOConfig
 from sfgrpo.credit import CREDITS
 from sfgrpo.kernels import Kernel
-from sfgrpo.loop import PHASES, StepwiseGRPO
+from sfgrpo.loop import PHASES, GradientError, StepwiseGRPO
 from sfgrpo.noise import generator_for
 from sfgrpo.prompts import Prompt
 from sfgrpo.rewards import FailurePolicy, Guard, Mix, RewardError, Scores, Term, combine
@@ -75,7 +75,8 @@ def trained(index=(0, 1), *, policy=None, lr=1.0, iterations=1, score_fn=score, 
     """Policy, last iteration and loop, after iterations with SGD and without a bound on the gradient's norm."""
     policy = policy or TinyPolicy()
     parameters = policy.trainable_parameters()
-    options = {name: settings.pop(name) for name in ("on_progress", "after_update", "scaler") if name in settings}
+    names = ("on_progress", "after_update", "scaler", "processes")
+    options = {name: settings.pop(name) for name in names if name in settings}
     config = GRPOConfig(**({"group_size": SIZE, "max_grad_norm": math.inf} | settings))
     loop = StepwiseGRPO(
         policy,
@@ -741,3 +742,103 @@ def test_too_many_dropped_images_stop_the_iteration_before_the_update():
     }
     with pytest.raises(RewardError, match="images have no score"):
         run(0.2)
+
+
+# ----- faults
+
+
+class SmallMemory(TinyPolicy):
+    """Runs out of memory above so many rows in a phase: sampling and estimates, updates, decoding."""
+
+    def __init__(self, sampling=1000, updating=1000, decoding=1000, words=None):
+        super().__init__(0.3)
+        self.limits, self.words = (sampling, updating, decoding), words
+
+    def check(self, rows, limit):
+        if rows > limit:
+            if self.words is not None:
+                raise RuntimeError(self.words)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def velocity(self, x, sigma, cond):
+        v = super().velocity(x, sigma, cond)
+        self.check(len(x), self.limits[1 if torch.is_grad_enabled() else 0])
+        return v
+
+    def decode(self, latents):
+        self.check(len(latents), self.limits[2])
+        return super().decode(latents)
+
+
+CPU_WORDS = "[enforce fail at alloc_cpu.cpp:130] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to ..."
+
+
+@pytest.mark.parametrize("ahead", (0, 6))
+@pytest.mark.parametrize("words", (None, CPU_WORDS))
+@pytest.mark.parametrize(
+    ("limits", "notes"),
+    [
+        ({"sampling": 3}, {"rollout_batch is 4", "rollout_batch is 2", "estimate_batch is 4", "estimate_batch is 2"}),
+        ({"updating": 5}, {"update_batch is 4"}),
+        ({"decoding": 1}, {"decode_batch is 4", "decode_batch is 2", "decode_batch is 1"}),
+    ],
+)
+def test_memory_that_runs_out_halves_that_phases_batch_and_changes_nothing(limits, notes, words, ahead):
+    settings = {"rollout_batch": 8, "estimate_batch": 8, "update_batch": 8, "decode_batch": 8, "substeps": 2}
+    settings |= {"updates": 2, "score_ahead": ahead}
+    policy, small = TinyPolicy(0.3), SmallMemory(**limits, words=words)
+    _, expected, _ = trained((0, 1), policy=policy, **settings)
+    _, result, loop = trained((0, 1), policy=small, **settings)
+    torch.testing.assert_close(small.flat(), policy.flat(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(result.rewards, expected.rewards, rtol=0, atol=1e-6)
+    assert set(result.notes) == {f"memory ran out: {note} from here on" for note in notes} and expected.notes == []
+    # What was learned of the memory is kept: the next iteration does not run out again.
+    assert loop.iterate(1, PROMPTS, [0, 1]).notes == []
+
+
+def test_a_batch_of_one_that_does_not_fit_is_an_error():
+    with pytest.raises(torch.OutOfMemoryError):
+        trained((0, 1), policy=SmallMemory(updating=0))
+
+
+def test_an_error_that_is_not_of_memory_is_not_tried_again():
+    policy = SmallMemory(sampling=1, words="mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        trained((0, 1), policy=policy)
+    assert len(policy.rows["velocity"]) == 1
+
+
+def test_rewards_that_run_out_of_memory_are_asked_for_fewer_images():
+    asked = []
+
+    def greedy(images, prompts, metadata):
+        asked.append(len(images))
+        if len(images) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return red(images, prompts, metadata)
+
+    guard = Guard(FailurePolicy(retries=0))
+    _, result, _ = trained((0, 1), score_fn=Mix((Term("greedy", greedy),), guard), decode_batch=8)
+    _, expected, _ = trained((0, 1), score_fn=combine([Term("greedy", red)]), decode_batch=8)
+    torch.testing.assert_close(result.rewards, expected.rewards)
+    assert result.metrics["dropped_rewards"] == 0 and max(asked[2:]) <= 4
+    assert result.notes[-1] == "memory ran out: decode_batch is 2 from here on"
+
+
+class NoGradient(TinyPolicy):
+    """Its velocity is NaN where it is differentiated, as after an overflow."""
+
+    def velocity(self, x, sigma, cond):
+        v = super().velocity(x, sigma, cond)
+        return v * math.nan if torch.is_grad_enabled() else v
+
+
+def test_updates_without_a_finite_gradient_are_skipped_and_end_the_training():
+    policy = NoGradient(0.3)
+    before = policy.flat()
+    _, result, loop = trained((0, 1), policy=policy, updates=2, max_skipped=5)
+    assert (result.metrics["updates"], result.metrics["updates_skipped"]) == (0, 2)
+    loop.iterate(1, PROMPTS, [0, 1])
+    with pytest.raises(GradientError, match="the gradients of 6 updates in a row were NaN or infinite"):
+        loop.iterate(2, PROMPTS, [0, 1])
+    assert torch.equal(policy.flat(), before)
