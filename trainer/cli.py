@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"unknown command {arguments[0]!r}; commands are {', '.join(commands)}")
         return commands[arguments[0]](arguments[1:])
     except UserError as error:
-        print(f"sfgrpo: error: {error}", file=sys.stderr)
+        _tell_error(error)
         return 2
     except KeyboardInterrupt:
         print("sfgrpo: interrupted", file=sys.stderr)
@@ -52,6 +52,14 @@ def main(arguments: list[str] | None = None) -> int:
         # The reader has gone (`sfgrpo train --help | head`); what is left to print goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _tell_error(error: UserError) -> None:
+    """Print an error; of several processes that met the same one, only the main one does."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or not error.of_all:
+        where = f" (process {rank})" if "RANK" in os.environ else ""
+        print(f"sfgrpo: error{where}: {error}", file=sys.stderr)
 
 
 def _take_out(arguments: list[str], default: Path) -> tuple[Path, list[str]]:
@@ -119,6 +127,7 @@ def _run(config, out: Path) -> int:
 
     from .run import train as run_training
 
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         result = run_training(config, out)
     except torch.OutOfMemoryError:
@@ -126,6 +135,13 @@ def _run(config, out: Path) -> int:
             "the device is out of memory; make grpo.rollout_batch, grpo.estimate_batch, grpo.decode_batch or "
             "grpo.update_batch smaller, or set model.gradient_checkpointing = true"
         ) from None
+    except RuntimeError as error:
+        # What torch.distributed raises where its other end is gone; there is no class for it.
+        if several and any(word in str(error) for word in ("gloo", "Connection closed", "Connection reset", "NCCL")):
+            raise UserError("another process of this run has ended; what it said stands above") from None
+        raise
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     minutes, seconds = divmod(round(result.seconds), 60)
     print(f"\n{result.iterations} iterations in {minutes} min {seconds} s")
     for name, before in result.start.scores.items():

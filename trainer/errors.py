@@ -3,3 +3,8 @@
 
 class UserError(Exception):
     """Something that the user typed or set up is wrong; the message says what, and what to do."""
+
+    def __init__(self, message: str, *, of_all: bool = False) -> None:
+        """of_all: every process of the run raises the same."""
+        super().__init__(message)
+        self.of_all = of_all

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 
 from sfgrpo.dtypes import DTYPES
 from sfgrpo.export import file_hash
+from sfgrpo.processes import Processes
 from sfgrpo.prompts import Prompt, read_prompts
 from sfgrpo.rewards import Guard, Mix, Term, check_prompts, check_rewards, mix, number_names
 
@@ -87,15 +88,35 @@ def check_scoring(config: RunConfig, prompts: list[Prompt], eval_prompts: list[P
 
 
 def prepare(config: RunConfig, out: Path) -> Prepared:
-    """Check settings, files, device and disk. Raises UserError, before anything heavy is loaded."""
+    """Check settings, files, device and disk. Raises UserError, before anything heavy is loaded.
+
+    Of several processes the main one checks, so that a mistake is told once, and hands on what it found.
+    """
+    processes = start_processes(config.model.device)
+    found: Prepared | str | None = None
+    if processes.is_main:
+        try:
+            prompts, eval_prompts = check_inputs(config)
+            check_scoring(config, prompts, eval_prompts)
+            device = pick_device(config.model.device)
+            family_class(config.model_path).check_options(load_options(config, device))
+            check_folder(out)
+            found = Prepared(config, out, prompts, eval_prompts, device, file_hash(config.prompts.file))
+        except UserError as error:
+            found = str(error)
+    found = processes.gather(found)[0]
+    if isinstance(found, str):
+        raise UserError(found, of_all=True)
+    return found if processes.is_main else replace(found, device=pick_device(config.model.device))
+
+
+def start_processes(device: str) -> Processes:
+    """Join the other processes of `accelerate launch`, where there are any."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("this version trains in one process; start it with `sfgrpo train`, not `accelerate launch`")
-    prompts, eval_prompts = check_inputs(config)
-    check_scoring(config, prompts, eval_prompts)
-    device = pick_device(config.model.device)
-    family_class(config.model_path).check_options(load_options(config, device))
-    check_folder(out)
-    return Prepared(config, out, prompts, eval_prompts, device, file_hash(config.prompts.file))
+        from accelerate import PartialState
+
+        PartialState(cpu=device == "cpu")
+    return Processes.current()
 
 
 def eval_rewards(config: RunConfig) -> tuple[Mix, dict[str, float]]:

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from sfgrpo.dtypes import DTYPES
 from sfgrpo.ema import EMA
 from sfgrpo.evaluate import Evaluation, evaluate
 from sfgrpo.export import save_lora
-from sfgrpo.loop import StepwiseGRPO
+from sfgrpo.loop import GradientError, StepwiseGRPO
 from sfgrpo.metrics import plain
 from sfgrpo.pictures import tile
+from sfgrpo.processes import Processes
 from sfgrpo.prompts import pick_prompts
 from sfgrpo.rewards import RewardError, mix
 from sfgrpo.update import set_learning_rate
@@ -55,7 +57,7 @@ class Run:
         from .memory import without_weights
         from .policy import LoRAPolicy, add_lora
 
-        config, self.prepared = prepared.config, prepared
+        config, self.prepared, self.processes = prepared.config, prepared, Processes.current()
         check_sampling(config, without_weights(config, encoders=False)[0])
         self.config, self.out, self.device = config, prepared.out, prepared.device
         self.started = time.time()
@@ -93,6 +95,7 @@ class Run:
             on_progress=self._progress,
             after_update=self.ema.update,
             scaler=torch.amp.GradScaler(self.device.type) if config.model.dtype == "fp16" else None,
+            processes=self.processes,
         )
         self.bar: tqdm | None = None
         self.reward = math.nan
@@ -149,9 +152,10 @@ class Run:
                 batch=config.eval.batch,
                 device=self.device,
                 decode_batch=config.grpo.decode_batch,
+                processes=self.processes,
                 on_progress=lambda done, total: self._progress("evaluate", done, total),
             )
-        tile(result.images, result.captions).save(self.out / "samples" / f"{iteration:05d}.png")
+        self._save_picture(f"{iteration:05d}.png", result.images, result.captions)
         self._tell(result.problems, f"evaluation after iteration {iteration}")
         self.start = self.start or result
         rising = rises(self.rewards) or result.scores["total"] > self.start.scores["total"]
@@ -168,8 +172,12 @@ class Run:
         return result
 
     def _say(self, words: str) -> None:
-        if self.bar is not None:
+        if self.bar is not None and self.processes.is_main:
             self.bar.write(words)
+
+    def _save_picture(self, name: str, images: torch.Tensor, captions: Sequence[str] = ()) -> None:
+        if self.processes.is_main:
+            tile(images, captions).save(self.out / "samples" / name)
 
     def _tell(self, problems: list[str], where: str) -> None:
         """Each different problem once, with how often it came."""
@@ -181,6 +189,8 @@ class Run:
         from .policy import lora_state
 
         path = self.out / f"{name}.safetensors"
+        if not self.processes.is_main:
+            return path
         config = self.config
         with self.ema.swapped_in():
             state = lora_state(self.family, DTYPES[config.lora.save_dtype])
@@ -198,24 +208,42 @@ class Run:
         return path
 
     def _log(self, file: str, row: dict) -> None:
+        if not self.processes.is_main:
+            return
         with (self.out / file).open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(plain(row)) + "\n")
 
-    def train(self) -> Result:
-        """All iterations, with evaluations, saves and the report."""
+    def _open_folder(self):
+        """Lay out the run folder; returns the writer of TensorBoard events, or None."""
+        if not self.processes.is_main:
+            return None
+        (self.out / "samples").mkdir(exist_ok=True)
+        (self.out / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
+        (self.out / "evals.jsonl").unlink(missing_ok=True)  # of a run that ended before its first iteration did
+        if not self.config.tensorboard:
+            return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.out))
+
+    def _report(self) -> None:
         from .report import write_report
 
-        config = self.config
-        (self.out / "samples").mkdir(exist_ok=True)
-        (self.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        (self.out / "evals.jsonl").unlink(missing_ok=True)  # of a run that ended before its first iteration did
-        writer = None
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        if self.processes.is_main:
+            write_report(self.out)
 
-            writer = SummaryWriter(str(self.out))
+    def train(self) -> Result:
+        """All iterations, with evaluations, saves and the report."""
+        config = self.config
+        writer = self._open_folder()
         bar = self.bar = tqdm(
-            total=config.iterations, unit="it", dynamic_ncols=True, smoothing=0.1, leave=True, file=sys.stderr
+            total=config.iterations,
+            unit="it",
+            dynamic_ncols=True,
+            smoothing=0.1,
+            leave=True,
+            file=sys.stderr,
+            disable=not self.processes.is_main,
         )
         try:
             start = end = self.evaluate(0)
@@ -227,16 +255,18 @@ class Run:
                 self.reward = done.metrics["reward"]
                 self.rewards.append(self.reward)
                 self._tell(done.problems, f"iteration {iteration}")
+                for note in done.notes:
+                    self._say(f"iteration {iteration}: {note}")
                 if iteration == 0 and config.grpo.updates == 1:
-                    bar.write(
+                    self._say(
                         "with grpo.updates = 1 the ratio is always 1 and nothing is clipped; rollout and update agree "
                         f"to {done.metrics['ratio/rounding']:.1e} in log-probability"
                     )
                 if not (done.metrics["updates"] or done.metrics["updates_skipped"]):
-                    bar.write(f"warning: iteration {iteration} taught nothing: rewards of a prompt were equal")
+                    self._say(f"warning: iteration {iteration} taught nothing: rewards of a prompt were equal")
                 rounding, clip = done.metrics["ratio/rounding"], config.grpo.clip_range
                 if config.grpo.updates > 1 and rounding > clip / 2:
-                    bar.write(
+                    self._say(
                         f"warning: rollout and update differ by {rounding:.1e} from rounding alone, with a clip range "
                         f"of {clip:.1e}; use model.dtype fp32 or grpo.updates 1"
                     )
@@ -248,17 +278,15 @@ class Run:
                             writer.add_scalar(name, value, iteration)
                 bar.update()
                 last = iteration + 1 == config.iterations
-                if config.max_minutes is not None and time.time() - begun > 60 * config.max_minutes:
-                    last = True
+                late = config.max_minutes is not None and time.time() - begun > 60 * config.max_minutes
+                last = self.processes.any(late) or last
                 self.iterations_done = iteration + 1
                 if last or (iteration + 1) % config.save_every == 0:
                     self.save("last", iteration + 1)
                 if last or (iteration + 1) % config.eval.every == 0:
-                    tile(done.images[: config.eval.grid]).save(
-                        self.out / "samples" / f"{iteration + 1:05d}_rollout.png"
-                    )
+                    self._save_picture(f"{iteration + 1:05d}_rollout.png", done.images[: config.eval.grid])
                     end = self.evaluate(iteration + 1)
-                    write_report(self.out)
+                    self._report()
                     if config.alarms.stop and self.alarms:
                         kept = (
                             "best.safetensors is from before it"
@@ -271,9 +299,9 @@ class Run:
                 if last:
                     break
         except BaseException as error:
-            self._save_what_there_is(bar)
-            if isinstance(error, RewardError):
-                raise UserError(str(error)) from None
+            self._save_what_there_is()
+            if isinstance(error, (RewardError, GradientError)):
+                raise UserError(str(error), of_all=True) from None
             raise
         finally:
             bar.close()
@@ -282,17 +310,15 @@ class Run:
                 writer.close()
         return Result(self.out, start, end, self.iterations_done, time.time() - self.started, self.best)
 
-    def _save_what_there_is(self, bar: tqdm) -> None:
+    def _save_what_there_is(self) -> None:
         """After an error or Ctrl-C; whatever goes wrong here must not hide what stopped the run."""
-        from .report import write_report
-
         if not self.iterations_done:
             return
         try:
-            bar.write(f"stopped; the LoRA so far is in {self.save('last', self.iterations_done)}")
-            write_report(self.out)
+            self._say(f"stopped; the LoRA so far is in {self.save('last', self.iterations_done)}")
+            self._report()
         except Exception as error:
-            bar.write(f"stopped; the LoRA so far could not be saved: {error}")
+            self._say(f"stopped; the LoRA so far could not be saved: {error}")
 
     def _set_lr(self, iteration: int) -> None:
         rate = self.config.optimizer
