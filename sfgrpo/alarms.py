@@ -8,10 +8,11 @@ of its scores over the images of the start.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from .evaluate import Evaluation
+from .rewards import Term, number_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,19 @@ class Alarm:
     now: float
     words: str
     """What happened, in a line."""
+
+
+def with_watched(terms: Sequence[Term], watched: Sequence[Term]) -> tuple[list[Term], dict[str, float]]:
+    """The rewards of an evaluation, and which of them are `directions` of `find_alarms`.
+
+    Those are all that are reported, but the ones that the policy is rewarded for making small. Of a watched reward's
+    weight only the sign matters: negative where less is better.
+    """
+    signs = [math.copysign(1.0, t.weight) for t in watched]
+    named = number_names([*terms, *(replace(t, weight=0.0) for t in watched)])
+    directions = {t.name: 1.0 for t in named[: len(terms)] if t.weight > 0}
+    directions |= {t.name: sign for t, sign in zip(named[len(terms) :], signs, strict=True)}
+    return named, directions
 
 
 def find_alarms(

@@ -29,6 +29,7 @@ PALETTE: tuple[Colour, ...] = (
 FAINT: Colour = (190, 198, 206)
 GRID: Colour = (228, 232, 236)
 INK: Colour = (40, 48, 56)
+ALARM: Colour = (198, 40, 40)
 SCALE = 2
 LEGEND_SIZE = 300
 """Longest text of the legend, pixels."""
@@ -89,20 +90,23 @@ def plot(
     title: str = "",
     x_label: str = "",
     y_label: str = "",
+    marks: Sequence[float] = (),
+    mark_label: str = "",
     width: int = 720,
     height: int = 380,
 ) -> Image.Image:
     """A plot of `width` x `height` pixels; what comes later is drawn over what comes before.
 
-    Bars of several series stand side by side. An empty plot shows its axes.
+    Bars of several series stand side by side. An empty plot shows its axes. marks: places in x of red dashed lines from
+    top to bottom, whose text in the legend is mark_label.
     """
     s = SCALE
     sheet, draw = canvas(width * s, height * s, 13 * s)
     small, large = font(13 * s), font(16 * s)
     every = [point for one in series for point in one.points()]
     has_bars = any(one.bars for one in series)
-    x_values = [x for x, _ in every]
-    x_low, x_high = (min(x_values), max(x_values)) if every else (0, 1)
+    x_values = [*(x for x, _ in every), *marks]
+    x_low, x_high = (min(x_values), max(x_values)) if x_values else (0, 1)
     room = 0.6 if has_bars else 0.03 * (x_high - x_low) or 0.5
     x_low, x_high = x_low - room, x_high + room
     y_low, y_high = span([y for _, y in every], has_bars)
@@ -115,7 +119,8 @@ def plot(
     if title:
         draw.text((12 * s, top), fit(draw, title, (width - 24) * s * 13 // 16), fill=INK, font=large)
         top += 26 * s
-    top = _legend(draw, series, top, width * s)
+    keys = [(one.label, _colour(series, n)) for n, one in enumerate(series)]
+    top = _legend(draw, [*keys, (mark_label, ALARM)] if marks else keys, top, width * s)
     if y_label:
         draw.text((12 * s, top), y_label, fill=INK, font=small)
         top += 20 * s
@@ -140,6 +145,8 @@ def plot(
     if x_label:
         draw.text(((left + right) / 2, (height - 8) * s), x_label, fill=INK, anchor="mb", font=small)
 
+    for mark in marks:
+        _dashed(draw, at(mark, 0)[0], top, bottom)
     places = sorted({x for one in series if one.bars for x, _ in one.points()})
     slot = 0.8 * min((b - a for a, b in zip(places, places[1:], strict=False)), default=1.0)
     sets = [n for n, one in enumerate(series) if one.bars]
@@ -184,17 +191,23 @@ def _line(draw, points: Sequence[tuple[float, float] | None], colour: Colour, fa
         run = []
 
 
-def _legend(draw, series: Sequence[Series], top: int, width: int) -> int:
-    """Draw the legend in as many rows as it needs; returns where it ends."""
+def _dashed(draw, x: float, top: float, bottom: float) -> None:
+    dash = 6 * SCALE
+    for y in range(round(top), round(bottom), 2 * dash):
+        draw.line((x, y, x, min(y + dash, bottom)), fill=ALARM, width=3 * SCALE // 2)
+
+
+def _legend(draw, keys: Sequence[tuple[str, Colour]], top: int, width: int) -> int:
+    """Draw the legend, (text, colour) each, in as many rows as it needs; returns where it ends."""
     s = SCALE
     x, y = 12 * s, top
-    for n, one in enumerate(series):
-        if one.label:
-            text = fit(draw, one.label, LEGEND_SIZE * s)
+    for label, colour in keys:
+        if label:
+            text = fit(draw, label, LEGEND_SIZE * s)
             need = 18 * s + draw.textlength(text) + 16 * s
             if x > 12 * s and x + need > width:
                 x, y = 12 * s, y + 20 * s
-            draw.rectangle((x, y + 3 * s, x + 12 * s, y + 13 * s), fill=_colour(series, n))
+            draw.rectangle((x, y + 3 * s, x + 12 * s, y + 13 * s), fill=colour)
             draw.text((x + 18 * s, y), text, fill=INK)
             x += need
     return y + 24 * s if x > 12 * s else y

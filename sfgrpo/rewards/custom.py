@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import inspect
 import sys
+import traceback
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -58,7 +59,8 @@ def load_custom(kind: str) -> Any:
     except ValueError:
         raise
     except Exception as error:
-        raise ValueError(f"{place} (of {kind!r}) cannot be imported: {type(error).__name__}: {error}") from None
+        line = _line(error, place)
+        raise ValueError(f"{place}{line} (of {kind!r}) cannot be imported: {type(error).__name__}: {error}") from None
     if not hasattr(module, name):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise ValueError(f"{place} has no {name!r}; it has {', '.join(names) or 'nothing that can be called'}")
@@ -79,11 +81,22 @@ def _required(signature: inspect.Signature) -> dict[str, None]:
     return {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
 
 
+def _line(error: BaseException, place: str) -> str:
+    """In which line of the user's own file an import failed, in words; empty where it is not known."""
+    if isinstance(error, SyntaxError):
+        return ""  # its message has the line
+    here = Path(place).expanduser().resolve()
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == here]
+    return f", line {lines[-1]}" if lines else ""
+
+
 def _from_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise ValueError(f"file {path} of a custom reward does not exist")
-    name = f"sfgrpo_custom_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    # A file that has changed is another module.
+    version = f"{path} {path.stat().st_mtime_ns}"
+    name = f"sfgrpo_custom_{path.stem}_{hashlib.sha256(version.encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path)

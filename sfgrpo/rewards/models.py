@@ -111,12 +111,18 @@ class RewardModel:
     def _ready(self) -> tuple[torch.device, nn.Module]:
         """The device and the model on it."""
         device = pick_device(self.device)
-        if "model" not in self._kept:
-            model = self.load().requires_grad_(False).eval().to(DTYPES[self.dtype])
-            if hasattr(model, "head"):
-                model.head.float()
-            self._kept["model"] = model
-        return device, self._kept["model"].to(device)
+        return device, self.module.to(device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, loaded once; on the CPU until it is first called, and then wherever it rests."""
+        with self._lock:
+            if "model" not in self._kept:
+                model = self.load().requires_grad_(False).eval().to(DTYPES[self.dtype])
+                if hasattr(model, "head"):
+                    model.head.float()
+                self._kept["model"] = model
+            return self._kept["model"]
 
     @property
     def tokens(self) -> Tokens | None:

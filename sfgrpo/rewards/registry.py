@@ -70,7 +70,8 @@ def get_reward(kind: str, /, **settings: Any) -> Reward:
     if not inspect.isclass(target):
         return partial(target, **settings) if settings else target
     made = target(**settings)
-    return _made.setdefault(f"{kind} {made!r}", made)
+    # The class is part of it: a file of the user's own that has changed makes another one.
+    return _made.setdefault(f"{kind} {id(target)} {made!r}", made)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ REFUSED = {
     "gone.py:reward": "gone.py of a custom reward does not exist",
     "no_such_module:reward": "there is no module 'no_such_module'.*; put no_such_module.py beside the run file",
     "json.no_such:reward": "there is no module 'json.no_such'",
-    "wrong.py:reward": "wrong.py .* cannot be imported: ZeroDivisionError: division by zero",
+    "wrong.py:reward": "wrong.py, line 1 .* cannot be imported: ZeroDivisionError: division by zero",
     "needs.py:reward": "needs.py .* cannot be imported: No module named 'no_such_package'",
     "syntax.py:reward": "syntax.py .* cannot be imported: SyntaxError",
 }

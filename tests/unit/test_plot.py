@@ -138,3 +138,18 @@ def test_little_to_show_gives_a_plot_all_the_same(series, size):
     assert picture.size == size and picture.mode == "RGB"
     assert len(where(picture, (40, 48, 56), 30)) > 100
     assert bool(len(where(picture, PALETTE[0]))) == (series != [] and bool(series[0].y) and series[0].y[0] == 1.0)
+
+
+def test_a_mark_is_a_dashed_line_from_top_to_bottom():
+    series = Series(y=[0.0, 1.0, 0.5], x=[0, 10, 20])
+
+    def red(picture) -> list[int]:
+        """Columns with more than 50 pixels of the mark's red."""
+        pixels = torch.tensor(list(picture.getdata())).view(picture.height, picture.width, 3)
+        is_red = (pixels[..., 0] > 180) & (pixels[..., 1:] < 130).all(-1)
+        return (is_red.sum(0) > 50).nonzero().flatten().tolist()
+
+    assert not red(plot([series]))
+    found = red(plot([series], marks=[10], mark_label="alarm"))
+    # The axis begins at the ticks' texts, so that its middle is a little right of the picture's.
+    assert 1 <= len(found) <= 3 and 360 <= found[0] <= 400
