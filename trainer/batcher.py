@@ -82,8 +82,8 @@ class Batcher:
         """Seconds that the queue will take, as far as is known; 1 to 60."""
         return min(max(math.ceil(self.waiting * self._seconds), 1), 60)
 
-    def close(self) -> None:
-        """Give up the jobs that wait and, after the batch under way, the thread."""
+    def close(self, grace: float = 10.0) -> bool:
+        """Give up the jobs that wait, then wait `grace` seconds for the batch under way; whether the thread ended."""
         with self._changed:
             self._closed = True
             while self._jobs:
@@ -91,6 +91,8 @@ class Batcher:
                 job.error = Busy(1)
                 job.done.set()
             self._changed.notify_all()
+        self._thread.join(grace)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while jobs := self._take():

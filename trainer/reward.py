@@ -81,8 +81,10 @@ def _until_a_signal(server: RewardServer, score: Mix) -> None:
     end.wait()
     for number, handler in before.items():  # A second signal ends it at once.
         signal.signal(number, handler)
-    server.stop()
+    ended = server.stop()
     print("ended", flush=True)
+    if not ended:
+        os._exit(0)  # The interpreter cannot end in order while a reward computes.
 
 
 def _token(options: argparse.Namespace) -> str:

@@ -77,13 +77,17 @@ class RewardServer(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def stop(self, grace: float = 10.0) -> None:
-        """End: no new requests, those that wait are turned away, and the batch under way has `grace` seconds."""
+    def stop(self, grace: float = 10.0) -> bool:
+        """End: no new requests, those that wait are turned away, and the batch under way has `grace` seconds.
+
+        Returns whether that was enough.
+        """
         self.shutdown()
-        self.batcher.close()
+        ended = self.batcher.close(grace)
         with self.changed:
-            self.changed.wait_for(lambda: not self.requests, grace)
+            self.changed.wait_for(lambda: not self.requests, grace if ended else 0)
         self.server_close()
+        return ended
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -60,12 +60,12 @@ def from_tokens(tokens: Any, values: Mapping[str, float], text: str) -> float:
     ValueError where the server has sent no log-probabilities.
     """
     try:
-        places = [(t["token"], {a["token"]: float(a["logprob"]) for a in t["top_logprobs"]}) for t in tokens]
+        places = [(t["token"], [(a["token"], float(a["logprob"])) for a in t["top_logprobs"]]) for t in tokens]
     except (TypeError, KeyError, ValueError):
         raise ValueError("no logprobs with top_logprobs; the server must give them, or set read to number") from None
-    said, alternatives = next((place for place in places if _word(place[0])), ("", {}))
+    said, alternatives = next((place for place in places if _word(place[0])), ("", []))
     mass = dict.fromkeys(values, 0.0)
-    for token, logprob in alternatives.items():
+    for token, logprob in alternatives:
         if _word(token) in mass:
             mass[_word(token)] += math.exp(min(logprob, 0.0))
     total = sum(mass.values())

@@ -27,6 +27,13 @@ class Loopback:
     url: str
     asked: list[Asked] = field(default_factory=list)
 
+    def count(self, expected: int) -> int:
+        """How often it was asked; one that was not waited for may still be on its way."""
+        end = time.monotonic() + 5
+        while len(self.asked) < expected and time.monotonic() < end:
+            time.sleep(0.005)
+        return len(self.asked)
+
 
 Answer = Callable[[BaseHTTPRequestHandler, Asked], None]
 

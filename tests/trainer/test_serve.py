@@ -189,8 +189,10 @@ def test_what_nobody_waits_for_is_not_scored():
     with serving(combine([Term("gate", gate)])) as server, ThreadPoolExecutor(2) as pool:
         first = pool.submit(remote(server), pictures(1), ["first"], [{}])
         until(lambda: gate.calls)
+        given_up = pool.submit(remote(server, timeout=0.1, retries=0), pictures(1), ["given up"], [{}])
+        until(lambda: server.batcher.waiting == 1)
         with pytest.raises(ServerError, match="no answer within 0.1 s; raise timeout, or ask for less at once"):
-            remote(server, timeout=0.1, retries=0)(pictures(1), ["given up"], [{}])
+            given_up.result()
         until(lambda: server.batcher.waiting == 0)
         gate.open.set()
         first.result()
@@ -335,7 +337,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path, monkeypatch):
 def test_ctrl_c_ends_it_too(capsys):
     def interrupt():
         line = ""
-        while "serving" not in line:
+        while not line.endswith("Ctrl-C ends it\n"):
             time.sleep(0.01)
             line += capsys.readouterr().out
         os.kill(os.getpid(), signal.SIGINT)
