@@ -20,6 +20,7 @@ from sfgrpo.alarms import AlarmConfig
 from sfgrpo.config import GRPOConfig
 from sfgrpo.rewards import PATH_SETTINGS, FailurePolicy, mix
 from sfgrpo.rewards.custom import is_custom, locate, split
+from sfgrpo.rewards.tables import with_own_code, with_paths
 from sfgrpo.shapes import MODEL_DIR
 
 from .errors import UserError
@@ -318,7 +319,7 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
         if reward and isinstance(table.get(last), dict) and not isinstance(value, dict):
             table, last = table[last], "weight"
         if reward:
-            value = _reward_paths(value, last, Path.cwd())
+            value = with_paths(value, Path.cwd(), last)
             if last == "kind" and isinstance(value, str) and is_custom(value):
                 value = locate(value, Path.cwd())
         table[last] = os.path.abspath(Path(value).expanduser()) if name in PATHS and value else value
@@ -327,7 +328,7 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
         if isinstance(table, dict):
             for name in ("rewards", "watch"):
                 if isinstance(table.get(name), dict):
-                    table[name] = _located(table[name], path.parent)
+                    table[name] = with_own_code(table[name], path.parent)
     config = validate(data, str(path))
     return _resolve(config, path.parent)
 
@@ -341,7 +342,7 @@ def load_rewards(path: str | Path) -> dict[str, Any]:
     rewards = _read(path).get("rewards")
     if not isinstance(rewards, dict) or not rewards:
         raise UserError(f"{path} has no table [rewards]")
-    return _reward_paths(_located(rewards, path.parent), "", path.parent)
+    return with_paths(with_own_code(rewards, path.parent), path.parent)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -414,36 +415,13 @@ def _resolve(config: RunConfig, folder: Path) -> RunConfig:
         config,
         model=model,
         prompts=dataclasses.replace(config.prompts, file=absolute(config.prompts.file)),
-        rewards=_reward_paths(config.rewards, "", folder),
-        watch=_reward_paths(config.watch, "", folder),
+        rewards=with_paths(config.rewards, folder),
+        watch=with_paths(config.watch, folder),
         lora=dataclasses.replace(config.lora, continue_from=absolute(config.lora.continue_from)),
         eval=dataclasses.replace(
-            config.eval, file=absolute(config.eval.file), rewards=_reward_paths(config.eval.rewards, "", folder)
+            config.eval, file=absolute(config.eval.file), rewards=with_paths(config.eval.rewards, folder)
         ),
     )
-
-
-def _located(rewards: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Rewards with the absolute path of the user's own code where that lies in `folder`."""
-    out = {}
-    for name, value in rewards.items():
-        kind = value.get("kind", name) if isinstance(value, dict) else name
-        if isinstance(kind, str) and is_custom(kind):
-            value = (value if isinstance(value, dict) else {"weight": value}) | {"kind": locate(kind, folder)}
-        out[name] = value
-    return out
-
-
-def _reward_paths(value: Any, name: str, folder: Path) -> Any:
-    """A setting of a reward, or a table of them, with files and folders that lie in `folder` as absolute paths."""
-    if isinstance(value, dict):
-        # The model of a judge is a name at its server.
-        judge = value.get("kind", name) == "vlm_judge"
-        return value if judge else {k: _reward_paths(v, k, folder) for k, v in value.items()}
-    is_path = (
-        name in PATH_SETTINGS and isinstance(value, str) and value and (folder / Path(value).expanduser()).exists()
-    )
-    return os.path.abspath(folder / Path(value).expanduser()) if is_path else value
 
 
 def to_toml(config: RunConfig | dict[str, Any]) -> str:

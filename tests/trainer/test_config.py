@@ -299,14 +299,6 @@ def test_a_window_without_noise_is_refused(minimal, tmp_path, arguments):
         )
 
 
-def test_accelerate_launch_is_refused(minimal, tmp_path, monkeypatch):
-    (tmp_path / "p.txt").write_text("a circle\n")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="one process"):
-        prepare(load_config(minimal, ["--model.device=cpu"]), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 FILES = {
     "unknown field": ("[lora]\nrnak = 4\n", r"run\.toml: unknown field lora\.rnak; did you mean lora\.rank\?"),
     "unknown table": ("[loar]\nrank = 4\n", r"run\.toml: unknown field loar"),

@@ -158,6 +158,24 @@ def test_a_run_file_of_configs_resolves(file, published):
     assert len(prompts) >= config.prompts.per_iteration and eval_prompts
 
 
+def test_a_window_keeps_its_distance_from_the_other_expert(published):
+    """The steps of the run file for Wan 2.2 A14B, as --dry-run checks them, and not for want of a digit."""
+    from sfgrpo_trainer.run import check_sampling
+
+    config = load_config(next(f for f in CONFIGS if f.stem == "wan22_a14b"))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, path=str(published[config.model.path]))
+    )
+    family, s = memory.without_weights(config, encoders=False)[0], config.sampling
+    check_sampling(config, family)
+    sigmas = family.sigmas(s.steps, s.height, s.width)
+    (window,) = config.grpo.windows(s.steps)
+    assert int(window.sum()) == 3 and (sigmas[:-1][window] - family.boundary).min() > 0.02
+    past = dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, window_stop=5))
+    with pytest.raises(UserError, match="window_stop 4 or less"):
+        check_sampling(past, family)
+
+
 def test_every_family_has_a_run_file(published):
     from sfgrpo_trainer.families import FAMILIES
 
