@@ -216,7 +216,7 @@ def test_truncate_cuts_off_the_end(clip_folder):
     reward = reward_at(clip_folder, truncate=True)
     batch = images(IMAGE, IMAGE, count=1).expand(3, -1, -1, -1)
     first, second, other = reward(batch, [LONG, LONG + "two blue dogs", "two blue dogs " + LONG]).tolist()
-    assert first == second != other
+    assert abs(first - second) < 1e-6 < 1e-4 < abs(first - other)
     reward.check_prompt(LONG, {}, (8, 8))
 
 

@@ -289,9 +289,9 @@ def test_guidance_is_in_rollout_update_and_evaluation(config, tmp_path):
         assert all(math.isfinite(x) for x in numbers(row))
     for one, two, three in zip(plain, guided, other, strict=True):
         assert abs(one["brightness"] - two["brightness"]) > 1e-4
-        assert two["reward"] == three["reward"] and two["grad_norm"] == three["grad_norm"]
+        assert all(two[key] == pytest.approx(three[key], rel=1e-4) for key in ("reward", "grad_norm"))
     plain, guided, other = drawn.values()
-    assert (guided - plain).abs().max() > 0.01 and torch.equal(other, plain)
+    assert (guided - plain).abs().max() > 0.01 and (other - plain).abs().max() < 1e-5
 
 
 def test_the_ema_is_what_is_saved_and_evaluated(config, tmp_path):
