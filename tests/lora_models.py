@@ -289,8 +289,15 @@ def make_transformer(key: str) -> torch.nn.Module:
     return module.requires_grad_(False)
 
 
+def _text_encoder() -> torch.nn.Module:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return CLIPTextModel(CLIPTextConfig(vocab_size=8, max_position_embeddings=8, **sizes)).eval()
+
+
 def make_pipeline(key: str):
-    """diffusers' pipeline with nothing but the transformer."""
+    """diffusers' pipeline with the transformer, and CLIP text encoders where its loader has a use for them."""
     import inspect
 
     import diffusers
@@ -298,7 +305,8 @@ def make_pipeline(key: str):
     kind = getattr(diffusers, SMALL[key].pipeline)
     names = inspect.signature(kind.__init__).parameters
     parts = {name: None for name, p in names.items() if name != "self" and p.default is inspect.Parameter.empty}
-    return kind(**parts | {"transformer": make_transformer(key)})
+    encoders = {"sd3": ("text_encoder", "text_encoder_2"), "flux1": ("text_encoder",)}.get(key, ())
+    return kind(**parts | {name: _text_encoder() for name in encoders} | {"transformer": make_transformer(key)})
 
 
 @cache

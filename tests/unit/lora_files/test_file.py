@@ -1,5 +1,6 @@
 """LoRA files that are damaged, or no LoRA: each is refused in one sentence, quickly, and nothing in it is run."""
 
+import io
 import json
 import pickle
 import struct
@@ -8,9 +9,11 @@ import zipfile
 
 import pytest
 import torch
+from safetensors import deserialize
 from safetensors.torch import save, save_file
 
 from sfgrpo.lora_files.file import common_dtype, read_lora
+from sfgrpo.lora_files.header import parse_header
 from sfgrpo.lora_files.keys import parse
 
 A, B = (
@@ -79,6 +82,68 @@ def test_a_damaged_file(name, tmp_path, capsys):
     assert "unpickled" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="LoRA file shown cannot"):
         read_lora(path, "shown")
+
+
+KINDS = {
+    "gguf": (b"GGUF\x03\0\0\0" + bytes(100), "a GGUF file"),
+    "page": (b"\n  <!doctype html><html><body>Log in</body></html>", "a web page, such as a login"),
+    "page without a type": (b"<HTML><head></head></HTML>", "a web page"),
+    "git-lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n", "run `git lfs pull`"),
+    "server": (b'{"error": "Invalid username or password."}', "a JSON text, such as a server's error message"),
+    "xml": (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "an XML text"),
+    "unfinished": (bytes(5000), "zeros alone"),
+    "gzip": (b"\x1f\x8b\x08" + bytes(60), "a gzip archive; unpack it first"),
+    "7z": (b"7z\xbc\xaf\x27\x1c" + bytes(60), "a 7z archive"),
+    "picture": (b"\x89PNG\r\n\x1a\n" + bytes(60), "a picture"),
+    "a broken zip": (b"PK\x03\x04" + bytes(60), "a pickle, which can run code"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_file_is_that_is_no_safetensors(name, tmp_path):
+    data, words = KINDS[name]
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match="cannot be read: ") as error:
+        read_lora(tmp_path / "x.safetensors")
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_zip_archive_names_what_is_in_it(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.safetensors", "w") as archive:
+        archive.writestr("mine/lora.safetensors", save(GOOD))
+    with pytest.raises(ValueError, match=r"a zip archive; unpack it first and take mine/lora\.safetensors"):
+        read_lora(tmp_path / "x.safetensors")
+
+
+def test_a_header_of_any_length(tmp_path):
+    """The low bytes of the length may be those that a pickle, a zip archive or a page begins with."""
+    text = json.dumps({A: entry(0, 128), B: entry(128, 256, (8, 4))}).encode()
+    data = bytes(256)
+    for low in range(65536):
+        length = low if low >= len(text) else low + 65536
+        whole = packed(text.ljust(length), data)
+        assert parse_header(io.BytesIO(whole), len(whole)).keys() == {A, B}
+        if low % 997 == 0 or low & 0xFF == 0x80:
+            assert {name for name, _ in deserialize(whole)} == {A, B}
+
+
+@pytest.mark.parametrize("start", [b"\x80\x02", b"\x80\x05", b"PK", b"{}", b"<h"])
+def test_a_file_whose_length_looks_like_something_else(start, tmp_path):
+    """As a whole, through the file; the header is padded with spaces, as the format's library does."""
+    text = json.dumps({A: entry(0, 128), B: entry(128, 256, (8, 4))}).encode()
+    length = int.from_bytes(start, "little")
+    (tmp_path / "x.safetensors").write_bytes(packed(text.ljust(length), bytes(256)))
+    assert read_lora(tmp_path / "x.safetensors").tensors.keys() == {A, B}
+
+
+@pytest.mark.parametrize("dtype", ["F8_E8M0", "F4", "C64", "U16"])
+def test_tensors_of_any_dtype_beside_the_factors(dtype):
+    """What the format has is no damage; a LoRA is read from the factors."""
+    bits = {"F8_E8M0": 8, "F4": 4, "C64": 64, "U16": 16}[dtype]
+    header = {A: entry(0, 128), B: entry(128, 256, (8, 4)), "x": entry(256, 256 + 2 * bits, (16,), dtype)}
+    whole = packed(header, bytes(256 + 2 * bits))
+    assert parse_header(io.BytesIO(whole), len(whole)).keys() == header.keys()
+    assert {name for name, _ in deserialize(whole)} == header.keys()
 
 
 def test_a_torch_file_and_an_archive(tmp_path):
