@@ -30,7 +30,7 @@ PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 PAGE = "a web page, such as a login or an error page; download the file itself, logged in where its site asks for it"
 KINDS = {
     b"GGUF": "a GGUF file (a quantised model), which holds no LoRA in safetensors form; get it as .safetensors",
-    b"version https://git-lfs": "a git-lfs pointer, which only names the file; run `git lfs pull`, or download the file",
+    b"version https://git-lfs": "a git-lfs pointer, which only names it; run `git lfs pull`, or download the file",
     b"<!DOCTYPE": PAGE,
     b"<html": PAGE,
     b"<?xml": "an XML text, such as a server's error message; download the file again",
