@@ -36,8 +36,8 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """Prompts of a .txt file (one a line) or a .jsonl file (objects with `prompt`, optionally `negative_prompt`).
 
     Lines with nothing to see are skipped. Raises ValueError, naming the file and line, where it is no such file, holds
-    no prompt, or has what no tokenizer or reward can be given: control characters but tabs and breaks of line or page, halves of
-    surrogate pairs, numbers that are not finite, keys that come twice, more than MOST_NESTED levels.
+    no prompt, or has what no tokenizer or reward can be given: control characters (but tabs and breaks of line or
+    page), halves of surrogate pairs, numbers that are not finite, keys that come twice, more than MOST_NESTED levels.
     """
     path = Path(path)
     suffix = path.suffix.lower()
