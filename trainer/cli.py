@@ -104,12 +104,21 @@ def demo(arguments: list[str]) -> int:
 
 
 def _dry_run(config) -> int:
+    import torch
+
     from .dry_run import describe
-    from .prepare import check_inputs, check_scoring, quiet
+    from .families import family_class
+    from .prepare import check_inputs, check_scoring, load_options, quiet
+    from .prompt_lengths import cut_prompts, load_tokenizers
 
     quiet()
     prompts, eval_prompts = check_inputs(config)
     report = describe(config, len(prompts), len(eval_prompts))
+    options = load_options(config, torch.device("cpu"))
+    limits = family_class(config.model_path).text_limits(options)
+    texts = [p.text for p in prompts + eval_prompts]
+    for words in cut_prompts(load_tokenizers(config.model_path, limits), limits, texts):
+        report += f"\nwarning     {words}"
     try:
         check_scoring(config, prompts, eval_prompts)
     except UserError as error:
@@ -147,10 +156,8 @@ def _run(config, out: Path) -> int:
             print(f"  {name:32s} {before:.3f} -> {after:.3f}  ({n} images)")
     print(f"report   {result.out / 'report.html'}")
     if result.best_iteration is None:
-        print(
-            f"LoRA     {result.out / 'last.safetensors'}; no evaluation was better than the one at the start, so there is"
-        )
-        print("         no best.safetensors")
+        print(f"LoRA     {result.out / 'last.safetensors'}")
+        print("         no evaluation was better than the one at the start, so there is no best.safetensors")
     else:
         print(f"LoRA     {result.out / 'best.safetensors'} (best, iteration {result.best_iteration}), last.safetensors")
     return 0

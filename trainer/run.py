@@ -65,6 +65,8 @@ class Run:
         self.prompts = prepared.prompts + prepared.eval_prompts
         self.eval_index = range(len(prepared.prompts), len(self.prompts))
         # One after the other: encoders and transformer need not fit beside each other.
+        self.cut: list[str] = []
+        """What is to be said of prompts that are too long."""
         conditioning = self._encode()
         self.family: Family = self._load("denoiser")
         self.latent_shape = self.family.latent_shape(s.height, s.width, s.frames)
@@ -114,6 +116,7 @@ class Run:
     def _encode(self):
         """Encode every prompt that this run will use, with encoders that are gone afterwards."""
         from .policy import encode_prompts
+        from .prompt_lengths import cut_prompts
 
         config, count = self.config, len(self.prepared.prompts)
         needed = set(self.eval_index)
@@ -123,6 +126,10 @@ class Run:
                 break
         guided = max(config.sampling.guidance, config.eval.guidance or 1.0) > 1
         family = self._load("encoders")
+        if self.processes.is_main:
+            limits = family.text_limits(family.options)
+            tokenizers = {name: getattr(family.pipeline, name) for name in limits}
+            self.cut = cut_prompts(tokenizers, limits, [p.text for p in self.prompts])
         conditioning = encode_prompts(family, self.prompts, needed, guided)
         family.free_encoders()
         del family
@@ -250,6 +257,8 @@ class Run:
             disable=not self.processes.is_main,
         )
         try:
+            for words in self.cut:
+                self._say(f"warning: {words}")
             start = end = self.evaluate(0)
             begun = time.time()
             for iteration in range(config.iterations):
