@@ -117,8 +117,12 @@ def _dry_run(config) -> int:
     options = load_options(config, torch.device("cpu"))
     limits = family_class(config.model_path).text_limits(options)
     texts = [p.text for p in prompts + eval_prompts]
-    for words in cut_prompts(load_tokenizers(config.model_path, limits), limits, texts):
-        report += f"\nwarning     {words}"
+    try:
+        tokenizers = load_tokenizers(config.model_path, limits)
+    except (OSError, ValueError) as error:
+        report += f"\nprompts     not measured, no tokenizer: {str(error).splitlines()[0]}"
+    else:
+        report += "".join(f"\nwarning     {words}" for words in cut_prompts(tokenizers, limits, texts))
     try:
         check_scoring(config, prompts, eval_prompts)
     except UserError as error:
