@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,9 @@ from .noise import generator_for
 
 SUFFIXES = (".txt", ".jsonl")
 """Of prompt files, in small or capital letters."""
+
+MOST_NESTED = 64
+"""Levels of lists and objects in a line of a .jsonl file."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class Prompt:
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Prompts of a .txt file (one a line) or a .jsonl file (objects with `prompt`, optionally `negative_prompt`).
 
-    Empty lines are skipped. Raises ValueError, naming the file and line, where it is no such file or holds no prompt.
+    Lines with nothing to see are skipped. Raises ValueError, naming the file and line, where it is no such file, holds
+    no prompt, or has what no tokenizer or reward can be given: control characters (but tabs and breaks of line or
+    page), halves of surrogate pairs, numbers that are not finite, keys that come twice, more than MOST_NESTED levels.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -40,30 +47,81 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise ValueError(f"prompt file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompt file {path} cannot be read as UTF-8 text: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {path} cannot be read as UTF-8 text: {error}; save it as UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"prompt file {path} cannot be read: {error}") from None
     prompts = []
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            prompts.append(Prompt(line.strip()) if suffix == ".txt" else _from_json(line, f"{path}, line {number}"))
+        if is_blank(line):
+            continue
+        where = f"{path}, line {number}"
+        prompt = Prompt(line.strip()) if suffix == ".txt" else _from_json(line, where)
+        for text in (prompt.text, prompt.negative):
+            odd = next((c for c in text if unicodedata.category(c) == "Cc" and c not in "\t\n\v\f\r\x85"), None)
+            if odd is not None:
+                raise ValueError(f"{where}: has the control character U+{ord(odd):04X}; remove it, and save as UTF-8")
+        prompts.append(prompt)
     if not prompts:
         raise ValueError(f"prompt file {path} is empty; write at least one prompt")
     return prompts
 
 
+def is_blank(text: str) -> bool:
+    """Whether a text has nothing to see: spaces, zero-width ones included."""
+    return all(c.isspace() or unicodedata.category(c) == "Cf" for c in text)
+
+
 def _from_json(line: str, where: str) -> Prompt:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_once, parse_constant=_refuse_constant)
+        _check_value(row)
+    except RecursionError:
+        raise ValueError(f"{where}: is nested deeper than {MOST_NESTED} levels; make it flatter") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {str(error).split(';')[0]}") from None
     text = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or is_blank(text):
         raise ValueError(f'{where}: needs an object with a non-empty string "prompt"')
     negative = row.pop("negative_prompt", "")
     if not isinstance(negative, str):
         raise ValueError(f'{where}: "negative_prompt" must be a string')
     row.pop("prompt")
     return Prompt(text.strip(), negative, row)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"has the key {ascii(twice)} twice")
+    return row
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"has {name}, which is no JSON number")
+
+
+def _check_value(value: Any, level: int = 0) -> None:
+    """Raise ValueError for what JSON can spell but neither UTF-8 nor a score can hold, RecursionError for its depth."""
+    if level > MOST_NESTED:
+        raise RecursionError
+    if isinstance(value, str):
+        odd = next((c for c in value if 0xD800 <= ord(c) <= 0xDFFF), None)
+        if odd is not None:
+            raise ValueError(f"has half of a surrogate pair (\\u{ord(odd):04x}), which is no character")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("has a number too large for 64 bits")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _check_value(key, level)
+            _check_value(inner, level + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_value(inner, level + 1)
 
 
 def pick_prompts(count: int, per_iteration: int, iteration: int, seed: int) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sfgrpo import __version__
 
-from .errors import UserError
+from .errors import UserError, out_folder
 
 USAGE = """usage: sfgrpo COMMAND ...
 
@@ -68,12 +68,9 @@ def _take_out(arguments: list[str], default: Path) -> tuple[Path, list[str]]:
     iterator = iter(arguments)
     for argument in iterator:
         if argument == "--out":
-            value = next(iterator, None)
-            if value is None:
-                raise UserError("--out needs a folder")
-            out = Path(value)
+            out = out_folder(next(iterator, ""))
         elif argument.startswith("--out="):
-            out = Path(argument[6:])
+            out = out_folder(argument[6:])
         else:
             rest.append(argument)
     return out, rest
@@ -107,12 +104,25 @@ def demo(arguments: list[str]) -> int:
 
 
 def _dry_run(config) -> int:
+    import torch
+
     from .dry_run import describe
-    from .prepare import check_inputs, check_scoring, quiet
+    from .families import family_class
+    from .prepare import check_inputs, check_scoring, load_options, quiet
+    from .prompt_lengths import cut_prompts, load_tokenizers
 
     quiet()
     prompts, eval_prompts = check_inputs(config)
     report = describe(config, len(prompts), len(eval_prompts))
+    options = load_options(config, torch.device("cpu"))
+    limits = family_class(config.model_path).text_limits(options)
+    texts = [p.text for p in prompts + eval_prompts]
+    try:
+        tokenizers = load_tokenizers(config.model_path, limits)
+    except (OSError, ValueError) as error:
+        report += f"\nprompts     not measured, no tokenizer: {str(error).splitlines()[0]}"
+    else:
+        report += "".join(f"\nwarning     {words}" for words in cut_prompts(tokenizers, limits, texts))
     try:
         check_scoring(config, prompts, eval_prompts)
     except UserError as error:
@@ -148,7 +158,12 @@ def _run(config, out: Path) -> int:
         if name.split("/")[0] != "total" or len(result.start.scores) == 1:
             after, n = result.end.scores[name], result.start.counts[name]
             print(f"  {name:32s} {before:.3f} -> {after:.3f}  ({n} images)")
-    print(f"report   {result.out / 'report.html'}\nLoRA     {result.out / 'best.safetensors'} (best), last.safetensors")
+    print(f"report   {result.out / 'report.html'}")
+    if result.best_iteration is None:
+        print(f"LoRA     {result.out / 'last.safetensors'}")
+        print("         no evaluation was better than the one at the start, so there is no best.safetensors")
+    else:
+        print(f"LoRA     {result.out / 'best.safetensors'} (best, iteration {result.best_iteration}), last.safetensors")
     return 0
 
 

@@ -266,6 +266,12 @@ class RunConfig:
                     mix({name: value})
                 except ValueError as error:
                     raise ValueError(f"{table}.{name}: {error}") from None
+            if table != "watch" and names and not any(term.weight for term in mix(names).terms):
+                aim = "trained" if table == "rewards" else "chosen as best"
+                raise ValueError(
+                    f"{table}: every weight is 0, so nothing would be {aim}; give one reward another weight, and put "
+                    "what is only to be reported into [watch]"
+                )
         updates, prompts = self.grpo.updates, self.prompts.per_iteration
         if updates > prompts:
             raise ValueError(
@@ -304,8 +310,20 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
     line naming the field, for whatever is wrong with either.
     """
     path = Path(path)
+    given = parse_overrides(overrides)
+    data = _overridden(path, given)
+    try:
+        config = validate(data, str(path))
+    except UserError as error:
+        words = str(error).removeprefix(str(path))
+        raise UserError(_blamed(path, given, words) + words) from None
+    return _resolve(config, path.parent)
+
+
+def _overridden(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """The run file's tables with the overrides of `parse_overrides` in them."""
     data = _read(path)
-    for name, value in parse_overrides(overrides).items():
+    for name, value in overrides.items():
         table = data
         *tables, last = name.split(".")
         reward = name.startswith(REWARD_TABLES)
@@ -329,8 +347,25 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> RunConfig:
             for name in ("rewards", "watch"):
                 if isinstance(table.get(name), dict):
                     table[name] = with_own_code(table[name], path.parent)
-    config = validate(data, str(path))
-    return _resolve(config, path.parent)
+    return data
+
+
+def _blamed(path: Path, overrides: dict[str, Any], words: str) -> str:
+    """What a mistake is in: the run file where it has it by itself, else the override that brings it, else both."""
+
+    def told(some: dict[str, Any]) -> str:
+        try:
+            validate(_overridden(path, some), "")
+        except UserError as error:
+            return str(error)
+        return ""
+
+    if not overrides or told({}) == words:
+        return str(path)
+    for name, value in overrides.items():
+        if told({name: value}) == words:
+            return f"--{name} {value}"
+    return f"{path} with {' '.join(f'--{name} {value}' for name, value in overrides.items())}"
 
 
 def load_rewards(path: str | Path) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The one error that a user can mend: its message is printed as it is, and the program exits with code 2."""
 
+from pathlib import Path
+
 
 class UserError(Exception):
     """Something that the user typed or set up is wrong; the message says what, and what to do."""
@@ -8,3 +10,10 @@ class UserError(Exception):
         """of_all: every process of the run raises the same."""
         super().__init__(message)
         self.of_all = of_all
+
+
+def out_folder(text: str) -> Path:
+    """The folder of `--out`. Raises UserError where none is named, which would be the working directory."""
+    if not text.strip():
+        raise UserError("--out needs a folder; name one, or leave --out away for the default")
+    return Path(text)

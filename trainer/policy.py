@@ -156,27 +156,47 @@ def _read(path: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
 def load_lora(family: Family, path: Path) -> None:
     """Load a LoRA file of any dialect onto the transformer, at strength 1.0.
 
-    Raises UserError where it is missing, damaged or does not fit the model.
+    path: a file, or a folder of peft's. Raises UserError where it is missing, damaged or does not fit the model.
     """
     state = _read(path, ())
+    _check_widths(family, path, state)
     try:
         family.load_lora_weights(state, ADAPTER)
     except (ValueError, RuntimeError, KeyError) as error:
-        raise UserError(f"LoRA file {path} does not fit this model: {str(error).splitlines()[0]}") from None
+        words = " ".join(str(error).split())
+        raise UserError(f"LoRA file {path} does not fit this model: {words}") from None
     if not lora_layers(family):
         raise UserError(f"LoRA file {path} has no weight for the transformer of this model")
+
+
+def _check_widths(family: Family, path: Path, state: dict[str, Tensor]) -> None:
+    """Raise UserError, naming the layer, where a LoRA's weight change is of another shape than a layer's weight."""
+    for module, layer in family.transformer.named_modules():
+        name = family.export_name(module)
+        a, b = (state.get(f"{name}.lora_{factor}.weight") for factor in "AB")
+        if a is None or b is None or not hasattr(layer, "in_features"):
+            continue
+        given, needed = (len(b), a.shape[1]), (layer.out_features, layer.in_features)
+        if given != needed:
+            raise UserError(
+                f"LoRA file {path} is for a model of another width: layer {name} has the shape {given} in the file "
+                f"(outputs, inputs) and {needed} in this model; choose a LoRA that was trained on this model, or the "
+                "model that this one was trained on"
+            )
 
 
 def read_lora(family: Family, path: Path) -> None:
     """Copy a LoRA file of any dialect onto the adapter.
 
-    Raises UserError where it is missing, damaged, of another rank or of other modules.
+    path: a file, or a folder of peft's. Raises UserError where it is missing, damaged, of another rank or width, or of
+    other modules.
     """
     wanted = lora_state(family)
     state = _read(path, {key.removesuffix(".lora_A.weight") for key in wanted if key.endswith(".lora_A.weight")})
     if state.keys() != wanted.keys():
         odd = sorted(state.keys() ^ wanted.keys())[0]
         raise UserError(f"LoRA file {path} is for other modules than lora.targets names (first difference: {odd})")
+    _check_widths(family, path, state)
     for name, layer in lora_layers(family).items():
         a = state[f"{family.export_name(name)}.lora_A.weight"]
         b = state[f"{family.export_name(name)}.lora_B.weight"]

@@ -57,7 +57,7 @@ def check_inputs(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
     file = config.model.transformer_file
     if file is not None and not file.is_file():
         raise UserError(f"file {file} (model.transformer_file) does not exist")
-    if config.lora.continue_from is not None and not config.lora.continue_from.is_file():
+    if config.lora.continue_from is not None and not config.lora.continue_from.exists():
         raise UserError(f"LoRA file {config.lora.continue_from} (lora.continue_from) does not exist")
     if config.tensorboard and find_spec("tensorboard") is None:
         raise UserError("tensorboard = true needs the package tensorboard: pip install tensorboard")

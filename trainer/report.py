@@ -63,12 +63,15 @@ def write_report(run: Path) -> Path:
     config = (run / "config.toml").read_text(encoding="utf-8")
     plots = draw_plots(run / "plots", metrics, evals)
     first, last = evals[0], evals[-1]
-    best = max(evals[1:] or evals, key=lambda e: e["scores"]["total"])
+    # That at the start included, and the first of equal ones, as a run chooses best.safetensors.
+    best = max(evals, key=lambda e: total if not math.isnan(total := e["scores"]["total"]) else -math.inf)
     parts = _alarms(evals)
     parts += [
         "<h2>Evaluation: deterministic ODE samples, fixed prompts and seeds</h2>",
         _score_table(first, best, last),
     ]
+    if best is first and last is not first:
+        parts.append("<p>No evaluation was better than the one at the start, so there is no best.safetensors.</p>")
     parts.append('<h2>Before and after, same prompts and noise</h2><div class="pair">')
     parts.append(_figure(run / "samples" / f"{first['iteration']:05d}.png", "before"))
     after = f"after {last['iteration']} iterations"
@@ -148,8 +151,9 @@ def _figure(path: Path, caption: str) -> str:
 
 
 def _score_table(first: dict, best: dict, last: dict) -> str:
+    highest = "the start" if best is first else f"iteration {best['iteration']}"
     rows = [
-        f"<table><tr><th>score</th><th>images</th><th>before</th><th>best (iteration {best['iteration']})</th>"
+        f"<table><tr><th>score</th><th>images</th><th>before</th><th>best ({highest})</th>"
         f"<th>end (iteration {last['iteration']})</th><th>change</th></tr>"
     ]
     names = list(first["scores"])

@@ -46,8 +46,8 @@ class Result:
     iterations: int
     seconds: float
     """Of the whole run, loading and evaluation included."""
-    best: float
-    """Highest eval total."""
+    best_iteration: int | None
+    """After which best.safetensors was written; None where no evaluation was better than the one at the start."""
 
 
 class Run:
@@ -65,6 +65,8 @@ class Run:
         self.prompts = prepared.prompts + prepared.eval_prompts
         self.eval_index = range(len(prepared.prompts), len(self.prompts))
         # One after the other: encoders and transformer need not fit beside each other.
+        self.cut: list[str] = []
+        """What is to be said of prompts that are too long."""
         conditioning = self._encode()
         self.family: Family = self._load("denoiser")
         self.latent_shape = self.family.latent_shape(s.height, s.width, s.frames)
@@ -100,6 +102,8 @@ class Run:
         self.bar: tqdm | None = None
         self.reward = math.nan
         self.best = -math.inf
+        """Highest total of an evaluation, that at the start included."""
+        self.best_iteration: int | None = None
         self.evaluations: list[dict] = []
         self.rewards: list[float] = []
         self.start: Evaluation | None = None
@@ -112,6 +116,7 @@ class Run:
     def _encode(self):
         """Encode every prompt that this run will use, with encoders that are gone afterwards."""
         from .policy import encode_prompts
+        from .prompt_lengths import cut_prompts
 
         config, count = self.config, len(self.prepared.prompts)
         needed = set(self.eval_index)
@@ -121,6 +126,10 @@ class Run:
                 break
         guided = max(config.sampling.guidance, config.eval.guidance or 1.0) > 1
         family = self._load("encoders")
+        if self.processes.is_main:
+            limits = family.text_limits(family.options)
+            tokenizers = {name: getattr(family.pipeline, name) for name in limits}
+            self.cut = cut_prompts(tokenizers, limits, [p.text for p in self.prompts])
         conditioning = encode_prompts(family, self.prompts, needed, guided)
         family.free_encoders()
         del family
@@ -136,7 +145,7 @@ class Run:
             self.bar.set_description_str(f"{phase}{share}{reward}")
 
     def evaluate(self, iteration: int) -> Evaluation:
-        """ODE samples of the averaged adapter; writes the grid and, where the score is the highest yet, `best`."""
+        """ODE samples of the averaged adapter; writes the grid and, where it beats the start and all since, `best`."""
         config = self.config
         guidance = config.eval.guidance or config.sampling.guidance
         with self.ema.swapped_in(), self.policy.guided(guidance):
@@ -166,9 +175,11 @@ class Run:
         self._log("evals.jsonl", row | {"alarms": [{"name": a.name, "words": a.words} for a in self.alarms]})
         self.evaluations.append({"iteration": iteration, "scores": result.scores})
         stopped = config.alarms.stop and self.alarms
-        if iteration and result.scores["total"] > self.best and not stopped:
+        if result.scores["total"] > self.best and not stopped:
             self.best = result.scores["total"]
-            self.save("best", iteration)
+            if iteration:
+                self.best_iteration = iteration
+                self.save("best", iteration)
         return result
 
     def _say(self, words: str) -> None:
@@ -246,6 +257,8 @@ class Run:
             disable=not self.processes.is_main,
         )
         try:
+            for words in self.cut:
+                self._say(f"warning: {words}")
             start = end = self.evaluate(0)
             begun = time.time()
             for iteration in range(config.iterations):
@@ -290,7 +303,7 @@ class Run:
                     if config.alarms.stop and self.alarms:
                         kept = (
                             "best.safetensors is from before it"
-                            if self.best > -math.inf
+                            if self.best_iteration is not None
                             else "nothing before it was better than the start"
                         )
                         self._say(f"stopped by an alarm (alarms.stop); {kept}")
@@ -308,7 +321,7 @@ class Run:
             self.bar = None
             if writer is not None:
                 writer.close()
-        return Result(self.out, start, end, self.iterations_done, time.time() - self.started, self.best)
+        return Result(self.out, start, end, self.iterations_done, time.time() - self.started, self.best_iteration)
 
     def _save_what_there_is(self) -> None:
         """After an error or Ctrl-C; whatever goes wrong here must not hide what stopped the run."""

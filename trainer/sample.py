@@ -14,7 +14,7 @@ from sfgrpo.prompts import Prompt, read_prompts
 from sfgrpo.shapes import MODEL_DIR
 
 from .config import EMBEDDED
-from .errors import UserError
+from .errors import UserError, out_folder
 from .families.loading import QUANTISATIONS
 
 
@@ -29,7 +29,7 @@ def parser() -> Parser:
     """The arguments of `sfgrpo sample`."""
     p = Parser(prog="sfgrpo sample", description=__doc__)
     p.add_argument("--model", default=EMBEDDED, help="diffusers folder, hub id, or `shapes` (default)")
-    p.add_argument("--lora", type=Path, help="LoRA file, at strength 1.0")
+    p.add_argument("--lora", type=Path, help="LoRA file or folder of peft's, at strength 1.0")
     p.add_argument("--prompt", action="append", help="a prompt; may be given several times")
     p.add_argument("--prompts", type=Path, help="prompt file, .txt or .jsonl")
     p.add_argument("--negative", default="", help="negative prompt, where guidance is above 1")
@@ -46,7 +46,7 @@ def parser() -> Parser:
     p.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, else fp32")
     p.add_argument("--device", default="auto")
     p.add_argument("--batch", type=int, default=16, help="images made at once")
-    p.add_argument("--out", type=Path, default=Path("samples"), help="folder of the images")
+    p.add_argument("--out", type=out_folder, default=Path("samples"), help="folder of the images")
     return p
 
 
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
             raise UserError(f"--{name} must be 1 or more")
     if not 1 <= args.guidance < float("inf"):
         raise UserError("--guidance must be 1 (off) or more")
-    if args.lora is not None and not args.lora.is_file():
+    if args.lora is not None and not args.lora.exists():
         raise UserError(f"LoRA file {args.lora} does not exist")
     embedded = args.model == EMBEDDED
     model = str(MODEL_DIR) if embedded else args.model

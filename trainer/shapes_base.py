@@ -38,6 +38,8 @@ from sfgrpo.schedule import shift_static
 from sfgrpo.shapes.captions import CATEGORIES, all_captions
 from sfgrpo.shapes.scenes import render, scenes_for
 
+from .errors import out_folder
+
 CONTEXT_LENGTH = 12
 CATEGORY_WEIGHTS = dict(zip(CATEGORIES, (0.5, 1.0, 2.0, 0.5, 2.0, 2.0), strict=True))
 DROP_CAPTION = 0.1
@@ -380,7 +382,7 @@ def save_pipeline(out: Path, tokenizer, vae, shift: float, scale: float, model: 
 def main() -> None:
     """Parse the command line and run all four parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the finished model")
+    parser.add_argument("--out", type=out_folder, required=True, help="folder of the finished model")
     parser.add_argument("--work", type=Path, default=Path("runs/shapes_base"), help="folder of states and log")
     parser.add_argument("--minutes", type=float, default=53, help="minutes of the first stage of flow training")
     parser.add_argument("--vae-minutes", type=float, default=4.5, help="minutes of autoencoder training")

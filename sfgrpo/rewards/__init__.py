@@ -7,10 +7,14 @@ and what happens where a reward fails is in `guard`.
 A reward may have methods beside, all optional: `check()` raises ValueError where its files or packages are not there;
 `check_prompt(prompt, metadata, size)` raises ValueError for what it cannot score, and is asked in place of scoring a
 grey image; `free()` lets its model go.
+
+Each call gets images, prompts and metadata of its own, so that a reward that writes into them spoils nothing for those
+after it, for a second try, or for the samples that are shown.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..prompts import Prompt
-from .guard import FailurePolicy, Guard, RewardError, WrongScores, as_scores
+from .guard import FailurePolicy, Guard, RewardError, WrongScores, as_scores, own_copy
 from .registry import PATH_SETTINGS, REWARDS, Reward, get_reward, read_term
 
 __all__ = [
@@ -110,7 +114,7 @@ class Mix:
                 problems += words
                 continue
             try:
-                parts[term.name] = as_scores(term.fn(images, prompts, metadata), len(images))
+                parts[term.name] = as_scores(term.fn(*own_copy(images, prompts, metadata)), len(images))
             except WrongScores as error:
                 raise WrongScores(f"reward {term.name} {error}") from None
         return Scores(self.total(parts), parts, problems)
@@ -133,10 +137,10 @@ class Mix:
         """Raise ValueError for a prompt or a size (height, width) that a reward cannot score."""
         for term in self.terms:
             if hasattr(term.fn, "check_prompt"):
-                term.fn.check_prompt(prompt, metadata, size)
+                term.fn.check_prompt(prompt, copy.deepcopy(metadata), size)
                 continue
             try:
-                as_scores(term.fn(torch.full((1, 3, *size), 0.5), [prompt], [metadata]), 1)
+                as_scores(term.fn(torch.full((1, 3, *size), 0.5), [prompt], [copy.deepcopy(metadata)]), 1)
             except WrongScores as error:
                 raise ValueError(f"reward {term.name} {error}, asked with a grey image") from None
             except ValueError:

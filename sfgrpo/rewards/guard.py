@@ -6,6 +6,7 @@ is NaN or infinite. A dropped image has the score NaN, which credit leaves out o
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import defaultdict
@@ -91,6 +92,17 @@ def as_scores(answer: Any, count: int) -> Tensor:
     return scores
 
 
+def own_copy(
+    images: Tensor, prompts: Sequence[str], metadata: Sequence[Mapping]
+) -> tuple[Tensor, list[str], list[Mapping]]:
+    """Images, prompts and metadata that a reward may write into without changing what others see.
+
+    A copy before every call: the version counter of a tensor would tell of a write only after it is done, and not of
+    one through numpy. It costs one batch of images (sfgrpo.scoring's decode batch) while the reward runs.
+    """
+    return images.clone(), list(prompts), [copy.deepcopy(m) for m in metadata]
+
+
 class Guard:
     """Asks rewards under a policy, each on a thread of its own, so that one that hangs does not hang the run."""
 
@@ -114,9 +126,8 @@ class Guard:
         def attempt(rows: list[int]) -> str:
             """Fill in the scores of some images; says why some are still missing, or nothing."""
             whole = len(rows) == count
-            call = self._workers[name].submit(
-                fn, images if whole else images[rows], [prompts[i] for i in rows], [metadata[i] for i in rows]
-            )
+            given = (images if whole else images[rows], [prompts[i] for i in rows], [metadata[i] for i in rows])
+            call = self._workers[name].submit(fn, *own_copy(*given))
             try:
                 wait(call, timeout=policy.timeout, on_wait=self.on_wait)
             except Late:

@@ -271,6 +271,12 @@ WRONG = {
     "T5 tokens": (["--model.max-sequence-length", "-1"], "max_sequence_length"),
     "guidance nan": (["--sampling.guidance", "nan"], "guidance"),
     "weight nan": (["--rewards.shapes", "nan"], "shapes"),
+    "weight inf": (["--eval.rewards.shapes", "inf"], r"eval\.rewards\.shapes: the weight must be finite"),
+    "all weights 0": (
+        ["--rewards.shapes", "0"],
+        r"--rewards\.shapes 0: rewards: every weight is 0, so nothing would be",
+    ),
+    "all eval weights 0": (["--eval.rewards.shapes", "0"], r"eval\.rewards: every weight is 0, .*chosen as best"),
 }
 
 
@@ -354,3 +360,27 @@ def test_the_suggestion_lists_all_settings_where_none_is_close(minimal):
         load_config(minimal, ["--zzzzzzzz", "1"])
     for name in field_names(RunConfig):
         assert name in str(error.value)
+
+
+def test_a_mistake_is_blamed_on_the_override_that_has_it(minimal):
+    for arguments, start in (
+        (["--seed", "3", "--optimizer.lr", "-1"], "--optimizer.lr -1: optimizer: lr must be"),
+        (["--optimizer.lr", "fast"], "--optimizer.lr fast: optimizer.lr: "),
+        (
+            ["--grpo.updates=3", "--prompts.per-iteration=2"],
+            f"{minimal} with --grpo.updates 3 --prompts.per_iteration 2: ",
+        ),
+    ):
+        with pytest.raises(UserError) as error:
+            load_config(minimal, arguments)
+        assert str(error.value).startswith(start)
+    minimal.write_text(MINIMAL + "[optimizer]\nlr = -1\n")
+    with pytest.raises(UserError) as error:
+        load_config(minimal, ["--seed", "3"])
+    assert str(error.value).startswith(f"{minimal}: optimizer: lr must be")
+    assert load_config(minimal, ["--optimizer.lr", "1e-4"]).optimizer.lr == 1e-4
+
+
+def test_watched_rewards_may_weigh_nothing(minimal):
+    minimal.write_text(MINIMAL + "[watch]\njpeg_size = 0.0\n")
+    assert load_config(minimal).watch == {"jpeg_size": 0.0}

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from sfgrpo.export import file_hash
 from sfgrpo.prompts import pick_prompts
 from sfgrpo.rewards import Scores
+from sfgrpo_trainer.cli import main
 from sfgrpo_trainer.config import load_config
 from sfgrpo_trainer.prepare import prepare
 from sfgrpo_trainer.run import Run, train
@@ -423,3 +424,34 @@ def test_ctrl_c_saves_the_lora_and_exits_with_130(tmp_path, write_run):
     assert int(metadata(last)["iteration"]) in (done - 1, done) and load_file(last)
     assert "stopped; the LoRA so far is in" in stdout
     assert os.listdir(tmp_path / "out" / "samples") == ["00000.png"]
+
+
+@pytest.mark.parametrize("rising", (True, False))
+def test_best_is_written_only_where_an_evaluation_beats_the_start(config, tmp_path, rising):
+    totals = iter((0.5, 0.75, 0.25) if rising else (0.5, 0.5, 0.0))
+    run = Run(prepare(config("--iterations=2", "--eval.every=1"), tmp_path / "out"))
+
+    def scripted(images, prompts, metadata) -> Scores:
+        red = torch.full((len(images),), run.scripted)
+        return Scores(red, {"red": red})
+
+    evaluate = run.evaluate
+
+    def next_total(iteration):
+        run.scripted = next(totals)
+        return evaluate(iteration)
+
+    run.eval_score, run.evaluate, run.watched = scripted, next_total, {}
+    result = run.train()
+    page = (run.out / "report.html").read_text()
+    assert result.best_iteration == (1 if rising else None)
+    assert (run.out / "best.safetensors").exists() == rising and (run.out / "last.safetensors").exists()
+    assert ("No evaluation was better than the one at the start" in page) == (not rising)
+    assert ("best (iteration 1)" if rising else "best (the start)") in page
+
+
+def test_the_end_says_where_nothing_beat_the_start(write_run, tmp_path, capsys):
+    file = write_run(tmp_path)
+    main(["train", str(file), "--out", str(tmp_path / "out"), "--optimizer.lr=1e-12", "--iterations=1"])
+    said, best = capsys.readouterr().out, (tmp_path / "out" / "best.safetensors").exists()
+    assert ("no best.safetensors" in said) != best and ("(best, iteration 1)" in said) == best

@@ -1,8 +1,12 @@
 """`sfgrpo sample`: files, seeds, LoRA and guidance; the same image as an evaluation; mistakes in one line."""
 
+import json
+import re
+
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from sfgrpo.evaluate import evaluate
 from sfgrpo.export import save_lora
@@ -11,8 +15,9 @@ from sfgrpo.prompts import Prompt
 from sfgrpo.rewards import Scores
 from sfgrpo_trainer.cli import main
 from sfgrpo_trainer.config import LoRAConfig
+from sfgrpo_trainer.errors import UserError
 from sfgrpo_trainer.families import load_family
-from sfgrpo_trainer.policy import LoRAPolicy, add_lora, encode_prompts, lora_state
+from sfgrpo_trainer.policy import LoRAPolicy, add_lora, encode_prompts, load_lora, lora_state
 
 STEPS = 4
 
@@ -175,3 +180,40 @@ def test_what_it_prints_and_where_it_writes(tmp_path, monkeypatch, capfd):
     assert main(["sample", "--prompt", "a circle", "--steps", "2", "--seeds", "2"]) == 0
     assert capfd.readouterr() == ("2 images and grid.png in samples\n", "")
     assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == ["000_000.png", "000_001.png", "grid.png"]
+
+
+def test_a_folder_of_peft_draws_what_its_file_draws(sample, embedded, lora, tmp_path):
+    # With the names that PeftModel.save_pretrained writes.
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    state = {f"base_model.model.{k.removeprefix('transformer.')}": v for k, v in load_file(lora).items()}
+    save_file(state, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["to_q"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    one = sample("one", "--prompt", "a cross", f"--lora={lora}")
+    two = sample("two", "--prompt", "a cross", f"--lora={folder}")
+    plain = sample("three", "--prompt", "a cross")
+    assert apart(one["000_000.png"], two["000_000.png"]) <= 1 < apart(one["000_000.png"], plain["000_000.png"])
+    fresh = load_family(str(embedded.path), torch.float32, torch.device("cpu"), max_sequence_length=0)
+    add_lora(fresh, LoRAConfig(rank=2, continue_from=folder), seed=1)
+    for key, value in lora_state(fresh).items():
+        torch.testing.assert_close(value, load_file(lora)[key])
+
+
+def test_a_lora_of_another_width_is_refused_with_its_layer_and_shapes(embedded, lora, tmp_path):
+    state = load_file(lora)
+    key = next(k for k in state if k.endswith(".lora_A.weight"))
+    name, (rank, width) = key.removesuffix(".lora_A.weight"), state[key].shape
+    outputs = len(state[f"{name}.lora_B.weight"])
+    state[key] = torch.zeros(rank, width + 8)
+    save_file(state, tmp_path / "wide.safetensors")
+    shapes = f"({outputs}, {width + 8}) in the file (outputs, inputs) and ({outputs}, {width})"
+    words = re.escape(f"layer {name} has the shape {shapes}")
+
+    def load():
+        return load_family(str(embedded.path), torch.float32, torch.device("cpu"), max_sequence_length=0)
+
+    with pytest.raises(UserError, match=words):
+        load_lora(load(), tmp_path / "wide.safetensors")
+    with pytest.raises(UserError, match=words):
+        add_lora(load(), LoRAConfig(rank=2, continue_from=tmp_path / "wide.safetensors"), seed=0)

@@ -257,6 +257,11 @@ def test_what_is_no_request_is_refused_in_a_sentence(tmp_path):
             assert got == status and sentence in value["error"] and headers["Content-Type"] == "application/json"
         assert ask(server, "POST", "/score", good, {"Content-Type": "text/plain"})[0] == 415
         assert ask(server, "POST", "/score", good, {"Content-Length": "-5"})[0] == 400
+        for length in ("1e3", "0x10", "", "9" * 16, "\u0661"):
+            headers = {"Content-Length": length.encode().decode("latin-1")}
+            status, _, answer = ask(server, "POST", "/score", good, headers)
+            assert (status, answer["error"]) == (400, "Content-Length is no number")
+        assert ask(server, "POST", "/score", good)[0] == 200
         no_length = f"POST /score HTTP/1.1\r\nContent-Type: {CONTENT_TYPE}\r\n\r\n"
         for text, sentence in ((no_length, "Content-Length is missing"), ("nonsense\r\n\r\n", "Bad request syntax")):
             with socket.create_connection(server.server_address) as raw:
@@ -422,3 +427,38 @@ def test_run_files_with_servers(tmp_path):
 def test_help(capsys):
     assert command.main(["serve", "--help"]) == 0
     assert "--token-env VAR" in capsys.readouterr().out
+
+
+def test_bodies_of_the_right_content_type_at_the_size_limit_and_with_headers_that_lie():
+    good = pack(torch.zeros(1, 3, 4, 4), ["a"], [{}])
+
+    def with_header(header: bytes) -> bytes:
+        return len(header).to_bytes(8, "little") + header
+
+    texts = {"prompts": '["a"]', "metadata": "[{}]"}
+    tensor = {"dtype": "F32", "shape": [1, 3, 4, 4], "data_offsets": [0, 192]}
+    lies = [
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b"[]",
+        b"9" * 5000,
+        json.dumps({"images": tensor, "__metadata__": {**texts, "prompts": "[" * 100_000}}).encode(),
+        json.dumps({"images": tensor, "__metadata__": {**texts, "prompts": 3}}).encode(),
+        json.dumps({"images": {**tensor, "shape": [10**30, 3, 4, 4]}, "__metadata__": texts}).encode(),
+        json.dumps({"images": {**tensor, "shape": [True, 3, 4, 4]}, "__metadata__": texts}).encode(),
+        json.dumps({"images": {**tensor, "data_offsets": [0, 10**30]}, "__metadata__": texts}).encode(),
+        json.dumps({"images": tensor, "__metadata__": texts}).encode(),
+    ]
+    score = combine([Term("grey", lambda images, prompts, metadata: images.mean((1, 2, 3)))])
+    with serving(score, max_bytes=1_000_000) as server:
+        for lie in lies:
+            status, _, answer = ask(server, "POST", "/score", with_header(lie))
+            assert status == 400 and answer["error"], lie[:60]
+        assert ask(server, "POST", "/score", (2**64 - 1).to_bytes(8, "little"))[0] == 400
+        assert ask(server, "POST", "/score", bytes(1_000_000))[0] == 400
+        assert ask(server, "POST", "/score", bytes(1_000_001))[0] == 413
+        assert ask(server, "POST", "/score", good)[2]["total"] == [0.0]
+    with serving(score, max_bytes=len(good)) as server:
+        assert ask(server, "POST", "/score", good)[0] == 200
+    with serving(score, max_bytes=len(good) - 1) as server:
+        assert ask(server, "POST", "/score", good)[0] == 413

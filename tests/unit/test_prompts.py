@@ -120,3 +120,54 @@ def test_prompts_repeat_evenly_where_an_iteration_takes_more_than_there_are(coun
         assert sum(often) == per_iteration and max(often) - min(often) <= 1
         rests.add(tuple(often))
     assert (len(rests) > 1) == (per_iteration % count > 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested deeper than 64 levels"),
+        ('{"prompt": "a", "x": ' + "[" * 65 + "]" * 65 + "}", "nested deeper than 64 levels"),
+        ('{"prompt": "a \\ud800"}', "half of a surrogate pair (\\ud800)"),
+        ('{"prompt": "a", "deep": [{"\\udfff": 1}]}', "half of a surrogate pair (\\udfff)"),
+        ('{"prompt": "a", "n": ' + "9" * 5000 + "}", "5000 digits"),
+        ('{"prompt": "a", "n": NaN}', "NaN"),
+        ('{"prompt": "a", "n": [-Infinity]}', "-Infinity"),
+        ('{"prompt": "a", "n": 1e999}', "too large"),
+        ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' twice"),
+        ('{"prompt": "a\\u0000b"}', "control character U+0000"),
+        ('{"prompt": "a", "negative_prompt": "\\u001b"}', "control character U+001B"),
+        ('{"prompt": "\\u200b \\ufeff"}', "non-empty"),
+    ],
+)
+def test_what_no_tokenizer_can_read_is_told_with_its_line(tmp_path, row, words):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "first"}\n' + row + "\n", encoding="utf-8")
+    with pytest.raises(ValueError) as error:
+        read_prompts(file)
+    assert f"{file}, line 2: " in str(error.value) and words in str(error.value)
+    assert len(str(error.value)) < 300 + len(str(file))
+
+
+def test_text_files_that_are_not_utf8_text(tmp_path):
+    file = tmp_path / "p.txt"
+    for data, words in (
+        ("a red circle".encode("utf-16"), "save it as UTF-8"),
+        ("a red circle".encode("utf-16-le"), "line 1: has the control character U+0000"),
+        ("\u200b\n\ufeff".encode(), "is empty"),
+    ):
+        file.write_bytes(data)
+        with pytest.raises(ValueError) as error:
+            read_prompts(file)
+        assert str(file) in str(error.value) and words in str(error.value)
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(ValueError, match="folder.txt cannot be read"):
+        read_prompts(tmp_path / "folder.txt")
+
+
+def test_characters_of_any_language_line_breaks_and_surrogate_pairs_are_kept(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "\\ud83d\\ude00 \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645\\nx\\ty"}\n', "utf-8")
+    assert read_prompts(file)[0].text == "\U0001f600 \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645\nx\ty"
+    long = tmp_path / "long.txt"
+    long.write_text("word " * 200_000, "utf-8")
+    assert len(read_prompts(long)[0].text) == 999_999

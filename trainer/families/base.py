@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sfgrpo.lora import choose_targets
 
 from ..errors import UserError
-from .loading import Loading
+from .loading import Loading, LoadOptions
 
 
 @dataclass
@@ -50,6 +50,12 @@ class Family(Loading, ABC):
     def max_sequence_length(self) -> int:
         length = self.options.max_sequence_length
         return self.MAX_LENGTH if length is None else length
+
+    @classmethod
+    def text_limits(cls, options: LoadOptions) -> dict[str, int | None]:
+        """Tokenizer's name -> tokens of a text that its encoder reads; None is the tokenizer's model_max_length."""
+        length = options.max_sequence_length
+        return {"tokenizer": cls.MAX_LENGTH if length is None else length}
 
     @abstractmethod
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:

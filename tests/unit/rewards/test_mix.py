@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sfgrpo.rewards import REWARDS, Term, combine, get_reward, mix, number_names
+from sfgrpo.rewards import REWARDS, FailurePolicy, Guard, Mix, Term, combine, get_reward, mix, number_names
 from sfgrpo.rewards.jpeg import jpeg_size_reward
 from sfgrpo.rewards.shapes import shapes_reward
 from sfgrpo.shapes.captions import parse
@@ -110,3 +110,43 @@ def test_no_term_and_equal_names_are_rejected():
         combine([])
     with pytest.raises(ValueError, match="two rewards have the same name: a, b, a"):
         combine([Term("a", brightness), Term("b", brightness), Term("a", length)])
+
+
+def spoil(images, prompts, metadata):
+    scores = images.mean((1, 2, 3))
+    images.zero_()
+    prompts[:] = ["spoilt"] * len(prompts)
+    for m in metadata:
+        m["tags"].append("spoilt")
+    return scores
+
+
+@pytest.mark.parametrize("guard", (None, Guard(FailurePolicy(retry_wait=0))), ids=("bare", "guarded"))
+def test_a_reward_that_writes_into_what_it_is_given_spoils_nothing(images, guard):
+    seen = []
+
+    def brightness(images, prompts, metadata):
+        seen.append((list(prompts), [dict(m) for m in metadata]))
+        return images.mean((1, 2, 3))
+
+    before, metadata = images.clone(), [{"tags": [n]} for n in range(3)]
+    texts = list(TEXTS)
+    scores = Mix((Term("spoil", spoil), Term("brightness", brightness)), guard)(images, texts, metadata)
+    assert torch.equal(images, before) and texts == TEXTS and metadata == [{"tags": [n]} for n in range(3)]
+    assert torch.equal(scores.parts["brightness"], before.mean((1, 2, 3)))
+    assert torch.equal(scores.parts["spoil"], scores.parts["brightness"])
+    assert seen == [(TEXTS, metadata)]
+
+
+def test_a_second_try_sees_what_the_first_one_saw(images):
+    answers = []
+
+    def fails_once(images, prompts, metadata):
+        answers.append(images.mean((1, 2, 3)))
+        images.zero_()
+        if len(answers) == 1:
+            raise OSError("not now")
+        return answers[-1]
+
+    Mix((Term("it", fails_once),), Guard(FailurePolicy(retry_wait=0)))(images, TEXTS, [{}] * 3)
+    assert len(answers) == 2 and torch.equal(*answers)
