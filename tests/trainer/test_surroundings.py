@@ -27,7 +27,8 @@ def bright(images, prompts, metadata):
     return images.flatten(1).mean(1)
 
 def sleepy(images, prompts, metadata):
-    if Path("awake").exists() and not log.exists():
+    # Before config.toml is there, the reward is only tried with grey images.
+    if not Path("out/config.toml").exists() or (Path("awake").exists() and not log.exists()):
         return bright(images, prompts, metadata)
     Path("asleep").touch()
     time.sleep(600)
