@@ -47,12 +47,12 @@ def save_lora(state: Mapping[str, Tensor], path: str | Path, metadata: Mapping[s
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        _replace(part, path)
+        replace(part, path)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _replace(part: Path, path: Path, tries: int = 5) -> None:
+def replace(part: Path, path: Path, tries: int = 5) -> None:
     """Rename; on Windows a virus scanner or an indexer may hold the file that is there for a moment."""
     for n in range(tries):
         try:

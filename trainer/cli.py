@@ -10,6 +10,8 @@ from pathlib import Path
 from sfgrpo import __version__
 
 from .errors import UserError, out_folder
+from .output import lasting_output
+from .signals import Stopped, stop_on_signals
 
 USAGE = """usage: sfgrpo COMMAND ...
 
@@ -27,10 +29,19 @@ USAGE = """usage: sfgrpo COMMAND ...
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 for a mistake of the user's, 130 for Ctrl-C."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run one command; returns the exit code.
+
+    0; 2 for a mistake of the user's; 1 for a file that cannot be written; 130 for Ctrl-C, 143 for SIGTERM, 129 for
+    SIGHUP.
+    """
     # What libraries warn of when they are imported (torchao, bitsandbytes) is not for who trains.
     logging.disable(logging.WARNING)
+    with lasting_output():
+        return _main(arguments)
+
+
+def _main(given: list[str] | None) -> int:
+    arguments = sys.argv[1:] if given is None else given
     commands = {"demo": demo, "train": train, "sample": sample, "lora": lora, "selftest": selftest, "reward": reward}
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
@@ -44,14 +55,19 @@ def main(arguments: list[str] | None = None) -> int:
         return commands[arguments[0]](arguments[1:])
     except UserError as error:
         _tell_error(error)
-        return 2
+        return error.code
+    except Stopped as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"sfgrpo: {stop.words}", file=sys.stderr)
+        if given is None:
+            # The interpreter's own end would wait for a reward that hangs in a thread.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(stop.code)
+        return stop.code
     except KeyboardInterrupt:
         print("sfgrpo: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader has gone (`sfgrpo train --help | head`); what is left to print goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _tell_error(error: UserError) -> None:
@@ -139,7 +155,8 @@ def _run(config, out: Path) -> int:
 
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
-        result = run_training(config, out)
+        with stop_on_signals():
+            result = run_training(config, out)
     except torch.OutOfMemoryError:
         raise UserError(
             "the device is out of memory; make grpo.rollout_batch, grpo.estimate_batch, grpo.decode_batch or "

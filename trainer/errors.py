@@ -1,10 +1,13 @@
-"""The one error that a user can mend: its message is printed as it is, and the program exits with code 2."""
+"""The one error that a user can mend: its message is printed as it is, and the program exits with its code, 2."""
 
 from pathlib import Path
 
 
 class UserError(Exception):
     """Something that the user typed or set up is wrong; the message says what, and what to do."""
+
+    code = 2
+    """The exit code."""
 
     def __init__(self, message: str, *, of_all: bool = False) -> None:
         """of_all: every process of the run raises the same."""

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,10 +88,11 @@ def check_scoring(config: RunConfig, prompts: list[Prompt], eval_prompts: list[P
             raise UserError(f"{file}: {error}") from None
 
 
-def prepare(config: RunConfig, out: Path) -> Prepared:
+def prepare(config: RunConfig, out: Path, claim: Callable[[], None] = lambda: None) -> Prepared:
     """Check settings, files, device and disk. Raises UserError, before anything heavy is loaded.
 
-    Of several processes the main one checks, so that a mistake is told once, and hands on what it found.
+    Of several processes the main one checks, so that a mistake is told once, and hands on what it found;
+    it calls `claim` before it looks into the run folder.
     """
     processes = start_processes(config.model.device)
     found: Prepared | str | None = None
@@ -100,6 +102,7 @@ def prepare(config: RunConfig, out: Path) -> Prepared:
             check_scoring(config, prompts, eval_prompts)
             device = pick_device(config.model.device)
             family_class(config.model_path).check_options(load_options(config, device))
+            claim()
             check_folder(out)
             found = Prepared(config, out, prompts, eval_prompts, device, file_hash(config.prompts.file))
         except UserError as error:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 import json
 import math
 from pathlib import Path
 from statistics import mean
+
+from .disk import write_png, write_whole
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -105,7 +108,7 @@ def write_report(run: Path) -> Path:
     subtitle = f"{len(metrics)} iterations; numbers in metrics.jsonl and evals.jsonl beside this page"
     page = PAGE.format(title=html.escape(title), subtitle=html.escape(subtitle), body="\n".join(parts))
     path = run / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_whole(path, page)
     return path
 
 
@@ -139,7 +142,7 @@ def draw_before_after(before: Path, after: Path, caption: str, out: Path) -> Non
     draw.font = ImageFont.load_default(size=18)
     draw.text((6, 6), "before", fill="black")
     draw.text((left.width + gap + 6, 6), caption, fill="black")
-    sheet.save(out)
+    write_png(out, sheet)
 
 
 def _figure(path: Path, caption: str) -> str:
@@ -192,7 +195,9 @@ def draw_plots(folder: Path, metrics: list[dict], evals: list[dict]) -> list[tup
     def save(figure: Figure, name: str, caption: str) -> None:
         path = folder / f"{name}.png"
         figure.tight_layout()
-        figure.savefig(path, dpi=110)
+        data = io.BytesIO()
+        figure.savefig(data, format="png", dpi=110)
+        write_whole(path, data.getvalue())
         out.append((path, caption))
 
     def axes(ylabel: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -30,9 +31,14 @@ from sfgrpo.rewards import RewardError, mix
 from sfgrpo.update import set_learning_rate
 
 from .config import RunConfig, to_toml, without_folders
+from .disk import WriteError, append_line, write_png, write_whole, writing
 from .errors import UserError
 from .families import Family, load_model
+from .lock import FolderLock
 from .prepare import Prepared, check_sampling, eval_rewards, load_options, prepare, quiet
+
+EVENTS = "events.out.tfevents"
+NOTHING = "stopped before the first iteration ended; there is nothing to save"
 
 
 @dataclass
@@ -188,7 +194,9 @@ class Run:
 
     def _save_picture(self, name: str, images: torch.Tensor, captions: Sequence[str] = ()) -> None:
         if self.processes.is_main:
-            tile(images, captions).save(self.out / "samples" / name)
+            path = self.out / "samples" / name
+            with writing(path):
+                write_png(path, tile(images, captions))
 
     def _tell(self, problems: list[str], where: str) -> None:
         """Each different problem once, with how often it came."""
@@ -215,33 +223,37 @@ class Run:
             "prompts_sha256": self.prepared.prompts_sha256,
             "config": to_toml(without_folders(config)),
         }
-        save_lora(state, path, metadata)
+        with writing(path):
+            save_lora(state, path, metadata)
         return path
 
     def _log(self, file: str, row: dict) -> None:
         if not self.processes.is_main:
             return
-        with (self.out / file).open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(plain(row)) + "\n")
+        with writing(self.out / file):
+            append_line(self.out / file, json.dumps(plain(row)))
 
     def _open_folder(self):
         """Lay out the run folder; returns the writer of TensorBoard events, or None."""
         if not self.processes.is_main:
             return None
-        (self.out / "samples").mkdir(exist_ok=True)
-        (self.out / "config.toml").write_text(to_toml(self.config), encoding="utf-8")
-        (self.out / "evals.jsonl").unlink(missing_ok=True)  # of a run that ended before its first iteration did
+        with writing(self.out / "config.toml"):
+            (self.out / "samples").mkdir(exist_ok=True)
+            write_whole(self.out / "config.toml", to_toml(self.config))
+            (self.out / "evals.jsonl").unlink(missing_ok=True)  # of a run that ended before its first iteration did
         if not self.config.tensorboard:
             return None
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(str(self.out))
+        with writing(self.out / EVENTS):
+            return SummaryWriter(str(self.out))
 
     def _report(self) -> None:
         from .report import write_report
 
         if self.processes.is_main:
-            write_report(self.out)
+            with writing(self.out / "report.html"):
+                write_report(self.out)
 
     def train(self) -> Result:
         """All iterations, with evaluations, saves and the report."""
@@ -286,9 +298,10 @@ class Run:
                 row = {"iteration": iteration, "lr": self.optimizer.param_groups[0]["lr"], **done.metrics}
                 self._log("metrics.jsonl", row)
                 if writer is not None:
-                    for name, value in row.items():
-                        if isinstance(value, (int, float)):
-                            writer.add_scalar(name, value, iteration)
+                    with writing(self.out / EVENTS):
+                        for name, value in row.items():
+                            if isinstance(value, (int, float)):
+                                writer.add_scalar(name, value, iteration)
                 bar.update()
                 last = iteration + 1 == config.iterations
                 late = config.max_minutes is not None and time.time() - begun > 60 * config.max_minutes
@@ -311,8 +324,13 @@ class Run:
                         last = True
                 if last:
                     break
+            if writer is not None:
+                with writing(self.out / EVENTS):
+                    writer.close()
         except BaseException as error:
-            self._save_what_there_is()
+            self._save_what_there_is(error)
+            if isinstance(error, WriteError):
+                raise error.with_safe(self._safe()) from None
             if isinstance(error, (RewardError, GradientError)):
                 raise UserError(str(error), of_all=True) from None
             raise
@@ -320,18 +338,30 @@ class Run:
             bar.close()
             self.bar = None
             if writer is not None:
-                writer.close()
+                with contextlib.suppress(OSError):  # told above, where it is the first error
+                    writer.close()
         return Result(self.out, start, end, self.iterations_done, time.time() - self.started, self.best_iteration)
 
-    def _save_what_there_is(self) -> None:
+    def _save_what_there_is(self, why: BaseException) -> None:
         """After an error or Ctrl-C; whatever goes wrong here must not hide what stopped the run."""
         if not self.iterations_done:
+            if isinstance(why, KeyboardInterrupt):
+                self._say(NOTHING)
             return
         try:
             self._say(f"stopped; the LoRA so far is in {self.save('last', self.iterations_done)}")
-            self._report()
         except Exception as error:
             self._say(f"stopped; the LoRA so far could not be saved: {error}")
+        try:
+            self._report()
+        except Exception as error:
+            self._say(f"the report could not be written: {error}")
+
+    def _safe(self) -> str:
+        """What the run folder still holds, in words."""
+        kept = [n for n in ("last.safetensors", "best.safetensors") if (self.out / n).exists()]
+        files = f"{' and '.join(kept)} and the rows" if kept else "no LoRA was saved; the rows"
+        return f"{files} written before are whole" if self.out.exists() else "the folder is gone"
 
     def _set_lr(self, iteration: int) -> None:
         rate = self.config.optimizer
@@ -342,7 +372,13 @@ class Run:
 
 def train(config: RunConfig, out: Path) -> Result:
     """Prepare and run. Raises UserError for what the user can mend."""
-    prepared = prepare(config, out)
-    quiet()
-    run = Run(prepared)
-    return run.train()
+    with FolderLock(out) as lock:
+        try:
+            prepared = prepare(config, out, lock.take)
+            quiet()
+            run = Run(prepared)
+        except KeyboardInterrupt:
+            if Processes.current().is_main:
+                print(NOTHING)
+            raise
+        return run.train()

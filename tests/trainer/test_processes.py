@@ -84,3 +84,22 @@ def test_one_process_that_is_killed_ends_all(one):
     assert process.returncode != 0
     assert "another process of this run has ended" in said or "SIGKILL" in said, said[-3000:]
     assert load_file(one / "killed" / "last.safetensors")
+
+
+def test_sigterm_to_the_launcher_ends_all_and_saves(one):
+    process = launch(
+        2, one, "train", "run.toml", "--out", "stopped", "--iterations", "500", "--eval.every", "500", *REWARD
+    )
+    try:
+        metrics, end = one / "stopped" / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) > 1):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 143 and not any(Path(f"/proc/{child}").exists() for child in children)
+    assert said.count("sfgrpo: stopped by SIGTERM") == said.count("stopped; the LoRA so far is in") == 1, said[-3000:]
+    assert load_file(one / "stopped" / "last.safetensors") and (one / "stopped" / "report.html").exists()
