@@ -9,7 +9,10 @@ from torch import Tensor
 
 from tests.lora_dialects import ALPHA, RANK, Dialect
 
-CLIP_LAYER = "text_model.encoder.layers.0.self_attn.q_proj"
+CLIP_LAYERS = tuple(
+    f"text_model.encoder.layers.0.{layer}"
+    for layer in (*(f"self_attn.{x}_proj" for x in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2")
+)
 T5_LAYER = "encoder.block.0.layer.0.SelfAttention.q"
 WIDTH = 16
 """Of the small text encoders."""
@@ -29,6 +32,12 @@ def _kohya(base: str) -> dict[str, Tensor]:
 
 def _peft(base: str) -> dict[str, Tensor]:
     return _pair(base, ".lora_A.weight", ".lora_B.weight")
+
+
+def _clip(prefix: str, write: Callable, underscores: bool = False) -> dict[str, Tensor]:
+    """A layer of CLIP."""
+    names = (layer.replace(".", "_") if underscores else layer for layer in CLIP_LAYERS)
+    return {key: value for name in names for key, value in write(prefix + name).items()}
 
 
 def _first(dialect: Dialect, linears: Linears) -> tuple[str, tuple[int, int]]:
@@ -54,14 +63,15 @@ def _beside(suffix: str) -> Extra:
 
 
 EXTRAS: dict[str, Extra] = {
-    "kohya's CLIP": lambda *_: _kohya("lora_te1_" + CLIP_LAYER.replace(".", "_")),
+    "kohya's CLIP": lambda *_: _clip("lora_te1_", _kohya, True),
     "kohya's T5": lambda *_: _kohya("lora_te3_" + T5_LAYER.replace(".", "_")),
     "OneTrainer's T5": lambda *_: _kohya("lora_te2_" + T5_LAYER.replace(".", "_")),
-    "one text encoder of kohya's": lambda *_: _kohya("lora_te_" + CLIP_LAYER.replace(".", "_")),
-    "diffusers' CLIP": lambda *_: _peft(f"text_encoder.{CLIP_LAYER}"),
-    "diffusers' second encoder": lambda *_: _peft(f"text_encoder_2.{CLIP_LAYER}"),
-    "ComfyUI's CLIP": lambda *_: _kohya(f"text_encoders.clip_l.transformer.{CLIP_LAYER}"),
+    "one text encoder of kohya's": lambda *_: _clip("lora_te_", _kohya, True),
+    "diffusers' CLIP": lambda *_: _clip("text_encoder.", _peft),
+    "diffusers' second encoder": lambda *_: _clip("text_encoder_2.", _peft),
+    "ComfyUI's CLIP": lambda *_: _clip("text_encoders.clip_l.transformer.", _kohya),
     "ComfyUI's T5": lambda *_: _kohya(f"text_encoders.t5xxl.transformer.{T5_LAYER}"),
+    "a query alone of CLIP's": lambda *_: _kohya("lora_te1_" + CLIP_LAYERS[0].replace(".", "_")),
     "an embedding": lambda *_: {"bundle_emb.word.clip_l": torch.ones(2, WIDTH), "bundle_emb.word.t5": torch.ones(2, 8)},
     "a bias": _beside(".diff_b"),
     "a bias of B": _beside(".lora_B.bias"),

@@ -289,15 +289,29 @@ def make_transformer(key: str) -> torch.nn.Module:
     return module.requires_grad_(False)
 
 
-def _text_encoder() -> torch.nn.Module:
+def _clip() -> torch.nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return CLIPTextModel(CLIPTextConfig(vocab_size=8, max_position_embeddings=8, **sizes)).eval()
+    return CLIPTextModel(CLIPTextConfig(vocab_size=8, max_position_embeddings=8, **sizes))
+
+
+def _t5() -> torch.nn.Module:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(vocab_size=8, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+
+
+ENCODERS = {
+    "sd3": {"text_encoder": _clip, "text_encoder_2": _clip},
+    "flux1": {"text_encoder": _clip},
+    "chroma": {"text_encoder": _t5},
+}
+"""Family -> text encoders that its loader of LoRAs puts a LoRA on."""
 
 
 def make_pipeline(key: str):
-    """diffusers' pipeline with the transformer, and CLIP text encoders where its loader has a use for them."""
+    """diffusers' pipeline with the transformer, and the text encoders of ENCODERS."""
     import inspect
 
     import diffusers
@@ -305,8 +319,8 @@ def make_pipeline(key: str):
     kind = getattr(diffusers, SMALL[key].pipeline)
     names = inspect.signature(kind.__init__).parameters
     parts = {name: None for name, p in names.items() if name != "self" and p.default is inspect.Parameter.empty}
-    encoders = {"sd3": ("text_encoder", "text_encoder_2"), "flux1": ("text_encoder",)}.get(key, ())
-    return kind(**parts | {name: _text_encoder() for name in encoders} | {"transformer": make_transformer(key)})
+    encoders = {name: make() for name, make in ENCODERS.get(key, {}).items()}
+    return kind(**parts | encoders | {"transformer": make_transformer(key)})
 
 
 @cache

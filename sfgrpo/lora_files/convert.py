@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ..export import fold
+from .families import FAMILIES
 from .file import LoRAFile, common_dtype
 from .keys import Layer, parse
 from .names import Entry, Family, Place, cut, to_native
-from .recognise import UnknownModel, recognise
+from .recognise import Recognised, UnknownModel, recognise
 from .scale import FOLDED, Scale, scale_of
 
 Pair = tuple[Tensor, Tensor]
@@ -40,6 +41,8 @@ class Read:
     """Key -> why it is not among the factors."""
     lacking: list[str] = field(default_factory=list)
     """Canonical names that ComfyUI does not know."""
+    doubt: str = ""
+    """Why the file may be of another model than `family`; a clause, empty where nothing says so."""
 
 
 def factors(file: LoRAFile) -> dict[str, Pair]:
@@ -63,33 +66,32 @@ def factors_named(file: LoRAFile, wanted: Iterable[str]) -> dict[str, Pair]:
         return written
 
 
-def understand(file: LoRAFile) -> Read:
-    """Read the keys of a file. Raises ValueError where `parse` does, and for layers of no family that is known."""
+def understand(file: LoRAFile, *, alpha: float | None = None, model: str | None = None) -> Read:
+    """Read the keys of a file.
+
+    alpha: what the user says that it was trained with, before all that the file says (`scale_of`); model: key of the
+    family (`FAMILIES`), where the user knows it. Raises ValueError where `parse` does, and for layers of no family that
+    is known.
+    """
     parsed = parse(file)
-    scale = scale_of(file, parsed.layers)
-    family, also = recognise(file, parsed.layers)
-    read = Read(file, family, also, [], scale, {}, dict(parsed.left_out))
-    parts: dict[str, tuple[Entry, str, Pair]] = {}
+    scale = scale_of(file, parsed.layers, alpha)
+    found = recognise(file, parsed.layers) if model is None else Recognised(_family(model))
+    family = found.family
+    read = Read(file, family, found.also, [], scale, {}, dict(parsed.left_out), doubt=found.doubt)
+    parts: dict[str, _Part] = {}
     for layer in parsed.layers:
         place = family.find(layer.name)
         if place is None:
             read.left_out |= dict.fromkeys(layer.keys, f"part of no layer of {family.title}")
             continue
         read.layers.append((layer, place))
-        a, b = layer.a.float(), layer.b.float() * scale.of(layer)
-        for entry in place.entries:
-            name = place.name(entry.diffusers)
-            if name in parts:
-                raise ValueError(f"LoRA file {file.name} has the layer {name} twice, in two dialects; choose another")
-            try:
-                rows = cut(entry, b, a.shape[1]) if place.native else b
-            except ValueError as error:
-                raise ValueError(f"LoRA file {file.name} is of another model: {error}") from None
-            parts[name] = (entry, place.number, (a, rows))
-    for name, (entry, _, pair) in parts.items():
+        _add_parts(parts, layer, place, layer.b.float() * scale.of(layer), file)
+    if not read.layers:
+        raise ValueError(f"LoRA file {file.name} has no layer of {family.title}; the first is {parsed.layers[0].key}")
+    for name, part in parts.items():
         if not family.native_export:
-            read.factors[f"transformer.{name}"] = pair
-            if not family.comfy_has(entry):
+            read.factors[f"transformer.{name}"] = part.stacked()
+            if not family.comfy_has(part.entry):
                 read.lacking.append(f"transformer.{name}")
     if family.native_export:
         read.factors, missing = _native(family, parts)
@@ -97,11 +99,57 @@ def understand(file: LoRAFile) -> Read:
     return read
 
 
-def _native(family: Family, parts: dict[str, tuple[Entry, str, Pair]]) -> tuple[dict[str, Pair], dict[str, str]]:
+def _family(key: str) -> Family:
+    if key not in FAMILIES:
+        raise ValueError(f"unknown model {key!r}; choose one of {', '.join(FAMILIES)}")
+    return FAMILIES[key]
+
+
+@dataclass
+class _Part:
+    """A layer of diffusers and what a file adds to it."""
+
+    entry: Entry
+    number: str
+    pairs: dict[str, Pair] = field(default_factory=dict)
+    """fused (rows of a native layer) or alone -> factors."""
+
+    def stacked(self) -> Pair:
+        """The sum, exactly: ranks add."""
+        pairs = list(self.pairs.values())
+        return pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs], 1))
+
+
+def _add_parts(parts: dict[str, _Part], layer: Layer, place: Place, b: Tensor, file: LoRAFile) -> None:
+    """Note a layer's factors with each layer of diffusers that it changes; b: with its scale.
+
+    A fused layer and one of its parts are added, as ComfyUI does. The same layer in two spellings is refused: ComfyUI
+    loads one of them.
+    """
+    a = layer.a.float()
+    for entry in place.entries:
+        part = parts.setdefault(place.name(entry.diffusers), _Part(entry, place.number))
+        kind = "fused" if len(place.entries) > 1 else "alone"
+        if kind in part.pairs:
+            name = place.name(entry.diffusers)
+            raise ValueError(f"LoRA file {file.name} has the layer {name} twice, in two dialects; choose another")
+        try:
+            part.pairs[kind] = (a, cut(entry, b, a.shape[1]) if place.native else b)
+        except ValueError as error:
+            raise ValueError(f"LoRA file {file.name} is of another model: {error}") from None
+        if len({(x.shape[1], len(y)) for x, y in part.pairs.values()}) > 1:
+            raise ValueError(
+                f"LoRA file {file.name} has two sizes of the layer {place.name(entry.diffusers)}; choose another"
+            )
+
+
+def _native(family: Family, parts: Mapping[str, _Part]) -> tuple[dict[str, Pair], dict[str, str]]:
     """Factors by native names; q, k and v of a fused layer put together."""
     groups: dict[tuple[str, str], dict[str, Pair]] = {}
-    for entry, number, (a, b) in parts.values():
-        groups.setdefault((entry.native, number), {})[entry.rows] = (a, to_native(entry, b, a.shape[1]))
+    for part in parts.values():
+        a, b = part.stacked()
+        pair = (a, to_native(part.entry, b, a.shape[1]))
+        groups.setdefault((part.entry.native, part.number), {})[part.entry.rows] = pair
     found, missing = {}, {}
     for (native, number), pairs in groups.items():
         name = f"diffusion_model.{native.replace('{}', number)}"
@@ -155,16 +203,32 @@ def ranks_of(state: Mapping[str, Tensor]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
-def convert(file: LoRAFile, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+def convert(
+    file: LoRAFile, dtype: torch.dtype | None = None, *, alpha: float | None = None, model: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(state dict, metadata) of the canonical file; `warnings` names what is not in it.
 
-    dtype: that of most of the file's tensors without one. Raises ValueError where nothing is left, or where the dtype
-    has no room for a number.
+    dtype: that of most of the file's tensors without one; alpha, model: see `understand`. Raises ValueError where the
+    model is in doubt, where nothing is left, or where the dtype has no room for a number.
     """
-    read = understand(file)
-    state = fold(loadable(read), 1.0, dtype or common_dtype(file))
-    check_finite(state, file.name)
-    return state, describe(file, state, read.family, "LoRA doctor")
+    return written(understand(file, alpha=alpha, model=model), dtype)
+
+
+def written(read: Read, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """`convert` of a file that was read."""
+    check_sure(read)
+    state = fold(loadable(read), 1.0, dtype or common_dtype(read.file))
+    check_finite(state, read.file.name)
+    return state, describe(read.file, state, read.family, "LoRA doctor")
+
+
+def check_sure(read: Read) -> None:
+    """Raise ValueError where the file may be of another model than its names say."""
+    if read.doubt:
+        raise ValueError(
+            f"LoRA file {read.file.name} may be of another model: {read.doubt}; if you know that it is of "
+            f"{read.family.title}, set the model to {read.family.key}"
+        )
 
 
 def loadable(read: Read) -> dict[str, Pair]:
@@ -186,6 +250,7 @@ def warnings(read: Read) -> list[str]:
     for key, why in read.left_out.items():
         reasons.setdefault(why, []).append(key)
     lines = [f"a conversion leaves out what is {why}: {_some(keys)}" for why, keys in reasons.items()]
+    lines += [read.scale.doubt] if read.scale.doubt else []
     if read.lacking:
         lines.append(f"a conversion leaves out what ComfyUI has no name for: {_some(read.lacking)}")
     return lines

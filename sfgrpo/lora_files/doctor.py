@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .convert import Read, understand, warnings
+from .diffusers_loader import in_diffusers
 from .file import LoRAFile
-from .loaders import Verdict, in_comfyui, in_diffusers
+from .loaders import Verdict, in_comfyui
 
 SHOWN = 3
 """Layers of a kind that are named; all are counted."""

@@ -59,7 +59,6 @@ def sd3() -> Family:
             FINAL_MODULATION,
         ),
         comfy_prefixes=("transformer.", "base_model.model.", "lora_transformer_", "lycoris_"),
-        words=("sd3", "stable-diffusion-3", "stable diffusion 3"),
     )
 
 
@@ -114,7 +113,6 @@ def flux1() -> Family:
             FINAL_MODULATION,
         ),
         comfy_prefixes=FLUX_PREFIXES,
-        words=("flux1", "flux-1", "flux.1", "flux"),
     )
 
 
@@ -131,7 +129,6 @@ def chroma() -> Family:
         ),
         comfy_prefixes=FLUX_PREFIXES,
         comfy_lacks=("distilled_guidance_layer.",),
-        words=("chroma",),
     )
 
 
@@ -152,7 +149,6 @@ def flux2() -> Family:
         ),
         comfy_prefixes=FLUX_PREFIXES,
         comfy_lacks=("time_guidance_embed.", "double_stream_modulation", "single_stream_modulation"),
-        words=("flux2", "flux-2", "flux.2", "klein"),
     )
 
 
@@ -168,7 +164,6 @@ def qwen_image() -> Family:
         "Qwen-Image",
         tuple(Entry(name, name) for name in names),
         comfy_prefixes=("transformer.", "", "lycoris_"),
-        words=("qwen",),
     )
 
 
@@ -194,7 +189,6 @@ def z_image() -> Family:
         "Z-Image",
         (*entries, *_entries(TOP, top)),
         comfy_prefixes=("diffusion_model.", "transformer.", "", "lycoris_"),
-        words=("z-image", "z_image", "zimage"),
     )
 
 
@@ -217,7 +211,7 @@ def lumina2() -> Family:
         "time_caption_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
     }
     entries += _entries(TOP, top)
-    return Family("lumina2", "Lumina-Image 2", tuple(entries), native_export=True, words=("lumina",))
+    return Family("lumina2", "Lumina-Image 2", tuple(entries), native_export=True)
 
 
 def wan() -> Family:
@@ -240,7 +234,7 @@ def wan() -> Family:
         "image_embedder.ff.net.2": "img_emb.proj.3",
     }
     entries = (*_entries(block, pairs), *_entries(("condition_embedder.", ""), top), Entry("proj_out", "head.head"))
-    return Family("wan", "Wan 2.1 / 2.2", entries, native_export=True, words=("wan",))
+    return Family("wan", "Wan 2.1 / 2.2", entries, native_export=True)
 
 
 FAMILIES = {

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..export import fold
-from .convert import Pair, Read, check_finite, describe, loadable, understand
+from .convert import Pair, Read, check_finite, check_sure, describe, loadable, understand
 from .file import LoRAFile, common_dtype
 from .names import Family
 
@@ -24,6 +24,8 @@ def merge(
     if len(files) != len(weights) or not files:
         raise ValueError("a merge needs at least one file, and a weight for each")
     reads = [understand(file) for file in files]
+    for read in reads:
+        check_sure(read)
     family = _common_family(reads)
     parts: dict[str, list[Pair]] = {}
     for read, weight in zip(reads, weights, strict=True):

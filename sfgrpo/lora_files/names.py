@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -54,8 +54,6 @@ class Family:
     """What may stand before diffusers' names in ComfyUI; a trailing underscore means dots are underscores."""
     comfy_lacks: tuple[str, ...] = ()
     """Beginnings of diffusers' names that ComfyUI does not know."""
-    words: tuple[str, ...] = field(default=(), compare=False)
-    """What a file's metadata calls it, in small letters."""
 
     @cached_property
     def _names(self) -> dict[str, tuple[tuple[Entry, ...], bool]]:
@@ -68,8 +66,8 @@ class Family:
         return names | {name.replace(".", "_"): found for name, found in names.items()}
 
     def find(self, name: str) -> Place | None:
-        """The place of a name without prefix, with dots or with underscores in their stead."""
-        for template, number in _templates(name):
+        """The place of a name without prefix, with dots or with underscores in the stead of all or some of them."""
+        for template, number in (*_templates(name), *_templates(name.replace(".", "_"))):
             if template in self._names:
                 entries, native = self._names[template]
                 return Place(entries, number, native)

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from sfgrpo.export import save_lora
 from sfgrpo.lora_files.convert import convert, understand
+from sfgrpo.lora_files.diffusers_loader import in_diffusers
 from sfgrpo.lora_files.file import read_lora
-from sfgrpo.lora_files.loaders import in_comfyui, in_diffusers
+from sfgrpo.lora_files.loaders import in_comfyui
 from sfgrpo.lora_files.merge import merge
 from tests.lora_dialects import ALPHA, DIALECTS, RANK, write
 from tests.lora_models import (
