@@ -41,6 +41,8 @@ class Read:
     """Key -> why it is not among the factors."""
     lacking: list[str] = field(default_factory=list)
     """Canonical names that ComfyUI does not know."""
+    total: int = 0
+    """Layers of the file, those that are none of the family's among them."""
     doubt: str = ""
     """Why the file may be of another model than `family`; a clause, empty where nothing says so."""
 
@@ -77,7 +79,8 @@ def understand(file: LoRAFile, *, alpha: float | None = None, model: str | None 
     scale = scale_of(file, parsed.layers, alpha)
     found = recognise(file, parsed.layers) if model is None else Recognised(_family(model))
     family = found.family
-    read = Read(file, family, found.also, [], scale, {}, dict(parsed.left_out), doubt=found.doubt)
+    read = Read(file, family, found.also, [], scale, {}, dict(parsed.left_out))
+    read.total, read.doubt = len(parsed.layers), found.doubt
     parts: dict[str, _Part] = {}
     for layer in parsed.layers:
         place = family.find(layer.name)

@@ -213,8 +213,8 @@ def _qwen(read: Read) -> Verdict:
     if _begins(read, "lora_unet_"):
         # It cuts so many letters off every key but those of the layers outside the blocks, whatever they are.
         names = {key: key.removeprefix("lora_unet_") for key in read.file.tensors}
-        short = (k for k, n in names.items() if not n.startswith(QWEN_TOP) and n.find(".") < len(QWEN_START))
-        refused = _refused(read, short)
+        names = {k: n for k, n in names.items() if not (n.startswith(QWEN_TOP) or n.endswith(".alpha"))}
+        refused = _refused(read, (k for k, n in names.items() if n.rfind(".lora_") < len(QWEN_START)))
         if refused:
             return refused
     return _converted(read, (".alpha",), ())

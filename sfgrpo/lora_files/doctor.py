@@ -20,6 +20,8 @@ class Report:
     name: str
     family: str
     """Title of the model family."""
+    key: str
+    """Key of the model family."""
     also: list[str]
     """Families whose LoRAs look the same."""
     dialect: str
@@ -34,11 +36,19 @@ class Report:
     diffusers: Verdict
     left_out: list[str]
     """What a conversion leaves out, a sentence each."""
+    doubt: str = ""
+    """Why it may be of another model than `family`; a clause, empty where nothing says so."""
+    total: int = 0
+    """Layers in the file, those of no layer of the family among them."""
 
     @property
     def healthy(self) -> bool:
         """Both load all of it at its true strength."""
-        return all(not v.fails and all(_is_one(r) for r in v.ratios) for v in (self.comfyui, self.diffusers))
+        return (
+            not self.doubt
+            and self.layers == self.total
+            and all(not v.fails and all(_is_one(r) for r in v.ratios) for v in (self.comfyui, self.diffusers))
+        )
 
     def text(self) -> str:
         """The report in plain words."""
@@ -48,8 +58,9 @@ class Report:
         lines = [
             f"{self.name}",
             f"model: {self.family}{also}",
+            *([f"in doubt: {self.doubt}; what follows is for {self.family}"] if self.doubt else []),
             f"written as: {self.dialect}",
-            f"layers: {self.layers}, rank {ranks}",
+            f"layers: {self.layers}{f' of {self.total}' if self.total != self.layers else ''}, rank {ranks}",
             f"alpha: {self.alpha}; its trainer meant B A times {scales}",
             f"ComfyUI at strength 1.0: {_in_words(self.comfyui)}",
             f"diffusers at strength 1.0: {_in_words(self.diffusers)}",
@@ -57,29 +68,37 @@ class Report:
         ]
         if self.dialect.startswith("raw peft without"):
             lines.append("if it was trained with another alpha than the rank, put its adapter_config.json beside it")
-        if self.healthy:
+        if self.doubt:
+            lines.append(f"to do: find out what model it is of; it is converted where you say the model ({self.key})")
+        elif self.healthy:
             lines.append("to do: nothing")
         else:
             lines.append("to do: convert it; the result loads in both at 1.0")
         return "\n".join(lines)
 
 
-def report(file: LoRAFile) -> Report:
-    """Examine a file. Raises ValueError, in a sentence, for what is no LoRA of a known model."""
-    read = understand(file)
+def report(file: LoRAFile, *, alpha: float | None = None, model: str | None = None) -> Report:
+    """Examine a file.
+
+    alpha, model: see `convert.understand`. Raises ValueError, in a sentence, for what is no LoRA of a known model.
+    """
+    read = understand(file, alpha=alpha, model=model)
     layers = [layer for layer, _ in read.layers]
     return Report(
         name=file.name,
         family=read.family.title,
+        key=read.family.key,
         also=[family.title for family in read.also],
         dialect=dialect(read),
         ranks=sorted({layer.rank for layer in layers}),
         layers=len(layers),
+        total=read.total,
         alpha=read.scale.where,
         scales=sorted({round(read.scale.of(layer), 6) for layer in layers}),
         comfyui=in_comfyui(read),
         diffusers=in_diffusers(read),
         left_out=warnings(read),
+        doubt=read.doubt,
     )
 
 

@@ -67,7 +67,7 @@ MARKS = {
 }
 """Title of a model that is none of ours -> names of layers that ours do not have."""
 
-MOST_UNKNOWN = 0.25
+MOST_UNKNOWN = 1 / 3
 """Share of a file's layers that may be of no layer of its family."""
 
 

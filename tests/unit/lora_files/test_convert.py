@@ -9,6 +9,7 @@ from sfgrpo.lora_files.convert import convert, factors, factors_named, understan
 from sfgrpo.lora_files.doctor import report
 from sfgrpo.lora_files.file import LoRAFile
 from sfgrpo.lora_files.merge import cut_rank, merge
+from sfgrpo.lora_files.metadata import model_of
 
 LAYER = "transformer_blocks.0.attn.to_q"
 KEY = f"transformer.{LAYER}"
@@ -37,11 +38,8 @@ SCALES = {
     "tensor": ({"alpha": 6.0}, 1.5),
     "tensor before metadata": ({"alpha": 6.0, "metadata": {"ss_network_alpha": "8"}}, 1.5),
     "zero tensor": ({"alpha": 0.0}, 0.0),
-    "kohya": ({"metadata": {"ss_network_alpha": "8.0", "ss_network_dim": "4"}}, 2.0),
-    "kohya of another rank": ({"metadata": {"ss_network_alpha": "8.0", "ss_network_dim": "16"}}, 1.0),
-    "kohya without": ({"metadata": {"ss_network_alpha": "None", "ss_network_dim": "4"}}, 1.0),
-    "plain": ({"metadata": {"lora_alpha": "2", "rank": "4"}}, 0.5),
-    "plain, no rank": ({"metadata": {"alpha": "2"}}, 0.5),
+    "kohya's metadata": ({"metadata": {"ss_network_alpha": "8.0", "ss_network_dim": "4"}}, 1.0),
+    "plain metadata": ({"metadata": {"lora_alpha": "2", "rank": "4"}}, 1.0),
     "diffusers": ({"metadata": diffusers(r=4, lora_alpha=8)}, 2.0),
     "diffusers, rslora": ({"metadata": diffusers(r=4, lora_alpha=8, use_rslora=True)}, 4.0),
     "diffusers, pattern": ({"metadata": diffusers(r=4, lora_alpha=8, alpha_pattern={"attn.to_q": 12})}, 3.0),
@@ -59,6 +57,45 @@ def test_scale(name):
     (found,) = factors(lora(**given)).values()
     assert torch.equal(found[0], a)
     torch.testing.assert_close(found[1], scale * b, rtol=1e-6, atol=0)
+
+
+DOUBTS = {
+    "kohya": ({"ss_network_alpha": "1.0", "ss_network_dim": "4"}, "an alpha of 1 (ss_network_alpha)"),
+    "plain": ({"lora_alpha": "2", "rank": "4"}, "an alpha of 2 (lora_alpha)"),
+    "plain, no rank": ({"alpha": "2"}, "an alpha of 2 (alpha)"),
+    "alpha is the rank": ({"ss_network_alpha": "4", "ss_network_dim": "4"}, ""),
+    "another rank": ({"ss_network_alpha": "8.0", "ss_network_dim": "16"}, ""),
+    "no number": ({"ss_network_alpha": "None", "ss_network_dim": "4"}, ""),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTS)
+def test_an_alpha_that_only_metadata_tell(name):
+    """No loader reads it, and kohya's converters leave it where it is folded: both readings are told."""
+    metadata, words = DOUBTS[name]
+    file = lora(metadata=metadata)
+    text = report(file).text()
+    assert (words in text) if words else ("its metadata tell an alpha" not in text)
+    assert "ComfyUI at strength 1.0: 1 of 1 layers are loaded, at its true strength" in text
+    _, b = pair()
+    for alpha in (1.0, 8.0):
+        state, metadata = convert(file, alpha=alpha)
+        torch.testing.assert_close(state[f"{KEY}.lora_B.weight"], alpha / 4 * b)
+        assert metadata["alpha"] == "folded into lora_B"
+        assert f"at {4 / alpha:.3g} times its true strength" in report(file, alpha=alpha).text()
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_alpha_that_is_none(alpha):
+    with pytest.raises(ValueError, match="alpha must be above 0 and finite"):
+        convert(lora(), alpha=alpha)
+
+
+def test_a_given_alpha_comes_before_what_a_file_says():
+    _, b = pair()
+    for file in (lora(alpha=6.0), lora(config={"lora_alpha": 64}), lora(metadata=diffusers(lora_alpha=8))):
+        state, _ = convert(file, alpha=2.0)
+        torch.testing.assert_close(state[f"{KEY}.lora_B.weight"], 0.5 * b)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +180,181 @@ def test_family(name):
 def test_metadata_decide_where_names_do_not(hint, title):
     found = report(lora(metadata=hint))
     assert found.family.startswith(title) and not found.also
+
+
+OTHERS = {
+    "HunyuanVideo, musubi": (
+        [f"lora_unet_double_blocks_{i}_img_attn_qkv" for i in range(20)],
+        {"ss_base_model_version": "hunyuan_video", "modelspec.architecture": "hunyuan-video/lora"},
+        3072,
+        9216,
+        "its metadata name HunyuanVideo (ss_base_model_version = hunyuan_video)",
+    ),
+    "HunyuanVideo without metadata": (
+        [f"lora_unet_single_blocks_{i}_linear1" for i in range(40)],
+        {},
+        3072,
+        21504,
+        "no published FLUX.1 has 40 single_transformer_blocks",
+    ),
+    "HunyuanVideo's feed-forward": (
+        [f"lora_unet_double_blocks_0_{n}" for n in ("img_attn_qkv", "img_attn_proj", "txt_attn_qkv", "img_mlp_fc1")],
+        {},
+        6,
+        18,
+        "it has layers of HunyuanVideo",
+    ),
+    "FramePack": (
+        ["lora_unet_single_blocks_0_linear1"],
+        {"ss_base_model_version": "framepack"},
+        3072,
+        21504,
+        "its metadata name FramePack",
+    ),
+    "HunyuanImage": (
+        ["lora_unet_double_blocks_0_img_attn_q", "lora_unet_double_blocks_0_img_attn_proj"],
+        {},
+        3584,
+        3584,
+        "it has layers of HunyuanImage",
+    ),
+    "LTX-Video": (
+        [f"transformer.transformer_blocks.0.{n}" for n in ("attn1.to_q", "attn2.to_q", "attn2.to_k", "ff.net.2")],
+        {},
+        2048,
+        2048,
+        "it has layers of LTX-Video",
+    ),
+    "Sana": (
+        [f"transformer.transformer_blocks.{i}.attn2.to_q" for i in range(4)],
+        {},
+        2240,
+        2240,
+        "only second attentions",
+    ),
+    "AuraFlow": (
+        [f"transformer.{s}.0.attn.to_q" for s in ("single_transformer_blocks", "joint_transformer_blocks")],
+        {},
+        3072,
+        3072,
+        "it has layers of AuraFlow",
+    ),
+    "LongCat": (
+        ["transformer.transformer_blocks.0.attn.to_q"],
+        {"modelspec.architecture": "longcat_image/lora"},
+        3072,
+        3072,
+        "its metadata name LongCat",
+    ),
+    "OmniGen2": (["transformer.layers.0.attn.to_q"], {}, 2520, 2520, "has the width 2520"),
+    "unknown layers": (
+        [f"transformer.transformer_blocks.0.{n}" for n in ("attn.to_q", "attn.to_k", "odd", "strange")],
+        {},
+        8,
+        8,
+        "2 of its 4 layers are none of",
+    ),
+    "two of ours": (
+        ["diffusion_model.blocks.0.self_attn.q"],
+        {"modelspec.architecture": "flux-1-dev/lora"},
+        8,
+        8,
+        "its metadata name FLUX.1 (modelspec.architecture = flux-1-dev/lora), but its layers are those of Wan",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_files_of_other_models_are_not_taken_for_ours(name):
+    """Names, sizes and metadata as the other models' trainers write them."""
+    layers, metadata, inside, outside, words = OTHERS[name]
+    file = LoRAFile("file", {}, metadata)
+    for layer in layers:
+        file.tensors |= lora(layer, rank=1, inside=inside, outside=outside).tensors
+    found = report(file)
+    assert words in found.doubt and not found.healthy
+    assert words in found.text() and "to do: nothing" not in found.text()
+    for write in (convert, lambda x: merge([x], [1.0])):
+        with pytest.raises(ValueError, match="may be of another model: .*if you know that it is of"):
+            write(file)
+
+
+def test_a_model_that_is_given_ends_the_doubt():
+    key = "transformer.transformer_blocks.0.attn.to_q"
+    file = lora(key, metadata={"modelspec.architecture": "longcat_image/lora"})
+    state, metadata = convert(file, model="flux1")
+    assert metadata["base_model_family"] == "flux1" and f"{key}.lora_A.weight" in state
+    with pytest.raises(ValueError, match="unknown model 'flux'; choose one of sd3, flux1"):
+        convert(file, model="flux")
+    with pytest.raises(ValueError, match="has no layer of Wan"):
+        convert(file, model="wan")
+
+
+NAMED = {
+    "sd3": ["sd_3", "sd3-medium", "5-medium", "5-large", "medium", "stable-diffusion-3-5-medium/lora"],
+    "flux1": ["flux1", "flux.1", "flux.1_kontext", "flux_kontext", "flux-1-dev/lora", "Flux.1-fill-dev", "flux-dev/lora"],
+    "flux2": ["flux_2_dev", "flux_2_klein_4b", "flux2", "flux2_klein_9b", "Flux.2-dev/lora", "Flux.2-klein-4b"],
+    "qwen_image": ["qwen_image", "qwen_image_edit", "Qwen-Image-Edit-2511/lora", "qwen_image-v1.0/lora"],
+    "z_image": ["z_image", "zimage", "Z-Image/lora", "z-image-turbo/lora"],
+    "wan": ["wan", "wan_2.1", "wan_2.2_5b", "wan2.1/lora", "wan-t2v-480p-1.3b-2.1/lora"],
+    "chroma": ["chroma", "Chroma1", "chroma-base/lora"],
+    "lumina2": ["lumina2", "lumina-2", "lumina"],
+    "": ["sdxl_base_v1-0", "sd_v1", "sd_1.5", "stable-diffusion-v1/lora", "stable-diffusion-xl-v1-base/lora", "ltx2",
+         "hunyuan_video_1_5", "hunyuan-image-2.1", "framepack", "hidream_i1", "anima-preview", "chroma_radiance",
+         "zeta_chroma", "krea2", "Kandinsky-5/lora", "omnigen2", "pixart-sigma", "auraflow", "sd_v2", "cogvideox"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["ss_base_model_version", "modelspec.architecture"])
+@pytest.mark.parametrize("family", NAMED)
+def test_what_trainers_call_the_models(family, key):
+    for value in NAMED[family]:
+        named = model_of({key: value})
+        assert named.families == ({family} if family else set()), value
+        assert bool(named.other) == (not family), value
+
+
+def test_free_text_names_no_other_model():
+    """A folder may be called anything."""
+    assert not model_of({"base_model": "anima-and-sana"}).other
+    assert model_of({"base_model": "stabilityai/stable-diffusion-3.5-medium"}).families == {"sd3"}
+    assert model_of({"base_model": "Wan-AI/Wan2.2-TI2V-5B-Diffusers"}).families == {"wan"}
+    assert not model_of({"base_model": "taiwan/hunyuan"}).families
+
+
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "lora_unet_"])
+def test_a_fused_layer_and_its_parts_are_added(prefix):
+    """As ComfyUI does: the factors are stacked, so that the sum is exact and the ranks add."""
+    a, b = pair(4, outside=24)
+    name = "double_blocks.0.img_attn.qkv"
+    fused = prefix + (name if prefix.endswith(".") else name.replace(".", "_"))
+    state = {f"{fused}.lora_down.weight": a, f"{fused}.lora_up.weight": b, f"{fused}.alpha": torch.tensor(2.0)}
+    more = lora(KEY, rank=3, seed=5)
+    found = factors(LoRAFile("file", state | more.tensors))
+    for i, part in enumerate(("to_q", "to_k", "to_v")):
+        a_sum, b_sum = found[f"transformer.transformer_blocks.0.attn.{part}"]
+        wanted = 0.5 * b[8 * i : 8 * i + 8] @ a
+        if part == "to_q":
+            a_more, b_more = pair(3, seed=5)
+            wanted = wanted + b_more @ a_more
+        assert len(a_sum) == (7 if part == "to_q" else 4)
+        torch.testing.assert_close(b_sum @ a_sum, wanted)
+
+
+def test_the_same_layer_in_two_spellings_is_refused():
+    """ComfyUI would load one of them."""
+    file = lora(KEY)
+    file.tensors |= lora(KEY.removeprefix("transformer.")).tensors
+    with pytest.raises(ValueError, match=r"to_q twice, in two dialects"):
+        convert(file)
+
+
+def test_names_that_lost_dots():
+    """A converter of musubi-tuner's joins some parts of FLUX.2's names; no loader knows them, a conversion does."""
+    file = lora("diffusion_model.double_blocks.0.img_attn_proj")
+    found = report(file)
+    assert "ComfyUI at strength 1.0: nothing is loaded" in found.text()
+    assert list(convert(file)[0]) == [f"transformer.transformer_blocks.0.attn.to_out.0.lora_{x}.weight" for x in "AB"]
 
 
 def test_layers_of_no_known_model():
