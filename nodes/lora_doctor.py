@@ -9,12 +9,15 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from ..sfgrpo.dtypes import DTYPES
 from ..sfgrpo.lora_files.convert import convert
 from ..sfgrpo.lora_files.doctor import report
+from ..sfgrpo.lora_files.families import FAMILIES
 from .compat import make
 from .files import NONE, Checkpoints, lora_files, read_lora_file, safe_name, stamps
 from .pictures import show_text
 
 SAME = "same"
 """Choice of dtype that keeps the file's."""
+ANY = "as the file says"
+"""Choice of model that leaves it to the file."""
 
 
 class LoRADoctor(io.ComfyNode):
@@ -53,6 +56,25 @@ class LoRADoctor(io.ComfyNode):
                     default=SAME,
                     tooltip="Precision of the fixed LoRA; same keeps the file's.",
                 ),
+                io.Float.Input(
+                    "alpha",
+                    default=0.0,
+                    min=0.0,
+                    max=1e6,
+                    step=0.5,
+                    optional=True,
+                    advanced=True,
+                    tooltip="The alpha that it was trained with, where you know better than the file; 0 takes what the "
+                    "file says.",
+                ),
+                io.Combo.Input(
+                    "model",
+                    options=[ANY, *FAMILIES],
+                    default=ANY,
+                    optional=True,
+                    advanced=True,
+                    tooltip="The model that it is of, where the report says that it is in doubt.",
+                ),
             ],
             outputs=[
                 io.String.Output("report", display_name="report", tooltip="What the file is, in words."),
@@ -71,16 +93,17 @@ class LoRADoctor(io.ComfyNode):
         return stamps(NONE, lora_file)
 
     @classmethod
-    def execute(cls, lora_file: str, name: str, dtype: str) -> io.NodeOutput:
+    def execute(cls, lora_file: str, name: str, dtype: str, alpha: float = 0.0, model: str = ANY) -> io.NodeOutput:
         if lora_file == NONE:
             raise ValueError("choose a lora_file; it lists the .safetensors files of the loras folders")
         if name.strip():
             safe_name(name)
         with torch.no_grad():
             file = read_lora_file(lora_file)
-            text = report(file).text()
+            known = {"alpha": alpha or None, "model": None if model == ANY else model}
+            text = report(file, **known).text()
             try:
-                lora, metadata = convert(file, DTYPES.get(dtype))
+                lora, metadata = convert(file, DTYPES.get(dtype), **known)
             except ValueError as refusal:
                 # The report is worth having all the same. Nodes that want the LoRA are stopped with the reason.
                 text += f"\nno fixed LoRA: {refusal}"

@@ -29,7 +29,8 @@ class Dialect:
 
     @property
     def scale(self) -> float:
-        return SCALE if self.alpha or self.metadata else 1.0
+        """What B A is multiplied by: other metadata than diffusers' own prove nothing."""
+        return SCALE if self.alpha or "lora_adapter_metadata" in self.metadata else 1.0
 
 
 DOWN_UP = {"down": ".lora_down.weight", "up": ".lora_up.weight"}

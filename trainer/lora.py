@@ -7,10 +7,11 @@ from pathlib import Path
 
 from sfgrpo.dtypes import DTYPES
 from sfgrpo.export import save_lora
-from sfgrpo.lora_files.convert import convert, understand, warnings
+from sfgrpo.lora_files.convert import understand, warnings, written
 from sfgrpo.lora_files.doctor import report
+from sfgrpo.lora_files.families import FAMILIES
 from sfgrpo.lora_files.file import read_lora
-from sfgrpo.lora_files.merge import merge
+from sfgrpo.lora_files.merge import merge_read
 
 from .errors import UserError
 
@@ -32,6 +33,12 @@ def _parser() -> argparse.ArgumentParser:
     both.add_argument("out", type=Path, metavar="OUT")
     both.add_argument("files", nargs="+", metavar="FILE[:WEIGHT]", help="WEIGHT is 1 where it is left out")
     both.add_argument("--rank", type=int, help="cut each layer to this rank, by singular values")
+    for command in (inspect, into):
+        command.add_argument(
+            "--alpha", type=float, help="that it was trained with, where you know better than the file"
+        )
+    for command in (inspect, into, both):
+        command.add_argument("--model", choices=FAMILIES, help="that it is of, where the file leaves it in doubt")
     for command in (into, both):
         command.add_argument("--dtype", choices=DTYPES, help="of the new file; that of the (first) file where left out")
         command.add_argument("--force", action="store_true", help="overwrite OUT")
@@ -46,7 +53,7 @@ def main(arguments: list[str]) -> int:
         return int(end.code or 0)
     try:
         if options.command == "inspect":
-            print(report(read_lora(options.file)).text())
+            print(report(read_lora(options.file), alpha=options.alpha, model=options.model).text())
             return 0
         return _write(options)
     except ValueError as error:
@@ -60,15 +67,15 @@ def _write(options: argparse.Namespace) -> int:
     if out.exists() and not options.force:
         raise UserError(f"{out} exists; choose another name, or give --force to overwrite it")
     if options.command == "convert":
-        files, weights = [read_lora(options.file)], [1.0]
-        state, metadata = convert(files[0], dtype)
+        reads = [understand(read_lora(options.file), alpha=options.alpha, model=options.model)]
+        state, metadata = written(reads[0], dtype)
     else:
         paths, weights = zip(*(_weighted(text) for text in options.files), strict=True)
-        files = [read_lora(path) for path in paths]
-        state, metadata = merge(files, weights, rank=options.rank, dtype=dtype)
-    for file in files:
-        for line in warnings(understand(file)):
-            print(f"{file.name}: {line}")
+        reads = [understand(read_lora(path), model=options.model) for path in paths]
+        state, metadata = merge_read(reads, weights, rank=options.rank, dtype=dtype)
+    for read in reads:
+        for line in warnings(read):
+            print(f"{read.file.name}: {line}")
     try:
         save_lora(state, out, metadata)
     except OSError as error:

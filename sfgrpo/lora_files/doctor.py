@@ -71,7 +71,8 @@ class Report:
         if self.doubt:
             lines.append(f"to do: find out what model it is of; it is converted where you say the model ({self.key})")
         elif self.healthy:
-            lines.append("to do: nothing")
+            loss = "; a conversion would lose what is named above" if self.left_out else ""
+            lines.append(f"to do: nothing{loss}")
         else:
             lines.append("to do: convert it; the result loads in both at 1.0")
         return "\n".join(lines)

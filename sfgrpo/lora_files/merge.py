@@ -19,11 +19,18 @@ def merge(
     """(state dict, metadata) of the sum of weight * B A over files of one family, in whatever dialects.
 
     Exact, by stacking the factors, so that ranks add up; with `rank`, the nearest sum of at most that rank in each
-    layer. dtype: the first file's without one. Raises ValueError for files of different families or other widths.
+    layer. dtype: the first file's without one. Raises ValueError for files of different families or other widths, or of
+    a model that is in doubt.
     """
-    if len(files) != len(weights) or not files:
+    return merge_read([understand(file) for file in files], weights, rank=rank, dtype=dtype)
+
+
+def merge_read(
+    reads: Sequence[Read], weights: Sequence[float], *, rank: int | None = None, dtype: torch.dtype | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """`merge` of files that were read."""
+    if len(reads) != len(weights) or not reads:
         raise ValueError("a merge needs at least one file, and a weight for each")
-    reads = [understand(file) for file in files]
     for read in reads:
         check_sure(read)
     family = _common_family(reads)
@@ -37,8 +44,8 @@ def merge(
     summed = {n: (torch.cat([a for a, _ in p]), torch.cat([b for _, b in p], 1)) for n, p in parts.items()}
     if rank is not None:
         summed = {name: cut_rank(a, b, rank) for name, (a, b) in summed.items()}
-    state = fold(summed, 1.0, dtype or common_dtype(files[0]))
-    check_finite(state, files[0].name)
+    state = fold(summed, 1.0, dtype or common_dtype(reads[0].file))
+    check_finite(state, reads[0].file.name)
     return state, describe(LoRAFile("", {}), state, family, "LoRA merge")
 
 

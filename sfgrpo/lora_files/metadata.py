@@ -1,7 +1,8 @@
 """Which model the metadata of a LoRA file name, in the words of the trainers that write them.
 
-`ss_base_model_version` (kohya, musubi-tuner, ai-toolkit) and `modelspec.architecture` (kohya, musubi-tuner, OneTrainer,
-SimpleTuner) come from a list in each trainer. `base_model` is free text, the name of a folder or a repository.
+`base_model_family` (this project), `ss_base_model_version` (kohya, musubi-tuner, ai-toolkit) and
+`modelspec.architecture` (kohya, musubi-tuner, OneTrainer, SimpleTuner) come from a list in each trainer. `base_model`
+is free text, the name of a folder or a repository.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LISTED = ("ss_base_model_version", "modelspec.architecture", "base_model_family")
+LISTED = ("base_model_family", "ss_base_model_version", "modelspec.architecture")
 FREE = ("base_model",)
 
 SEP = "[-_. ]?"

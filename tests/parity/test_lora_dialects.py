@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from sfgrpo.export import save_lora
 from sfgrpo.lora_files.convert import convert, understand
 from sfgrpo.lora_files.diffusers_loader import in_diffusers
+from sfgrpo.lora_files.families import FAMILIES
 from sfgrpo.lora_files.file import read_lora
 from sfgrpo.lora_files.loaders import in_comfyui
 from sfgrpo.lora_files.merge import merge
 from tests.lora_dialects import ALPHA, DIALECTS, RANK, write
+from tests.lora_extras import EXTRAS
 from tests.lora_models import (
     SMALL,
     Comfy,
@@ -135,6 +137,114 @@ def test_the_report_says_what_both_do_with_a_file(case, key, name):
     assert got.keys() == names.keys()
     for layer, ratio in names.items():
         torch.testing.assert_close(got[layer], ratio * made.meant[layer], rtol=1e-4, atol=1e-3)
+
+
+def loaded(key: str, path) -> dict:
+    """What diffusers loads; nothing where it refuses the file."""
+    try:
+        return loaded_in_diffusers(key, path)
+    except (ValueError, TypeError, KeyError, IndexError, AssertionError, NotImplementedError, AttributeError):
+        return {}
+
+
+def sweep_linears(comfy, key: str, dialect) -> dict[str, tuple[int, int]]:
+    linears = comfy.linears[key] if dialect.native else diffusers_linears(key)
+    # The small Z-Image has time embeddings of different sizes in the two; diffusers has the width of the large FLUX.1
+    # in its conversion of linear1.
+    left = {"z_image": "t_embedder.", "flux1": "linear1", "chroma": "linear1"}.get(key, "no such layer")
+    return {n: size for n, size in linears.items() if left not in f"{n}."}
+
+
+ONLY = {
+    "whole": lambda linears: linears,
+    "attention": lambda linears: {n: s for n, s in linears.items() if "attn" in n or "attention" in n},
+    "blocks": lambda linears: {n: s for n, s in linears.items() if "block" in n and "_img" not in n},
+}
+"""Which layers a file has: some conversions of diffusers take no others."""
+
+
+@pytest.mark.parametrize(("key", "name"), EACH)
+def test_verdicts_hold_for_a_file_whole(comfy, key, name, tmp_path):
+    """One key more may turn diffusers to another conversion, or make it refuse the file; ComfyUI passes it over."""
+    dialect = DIALECTS[name]
+    linears = sweep_linears(comfy, key, dialect)
+    some = ["whole", *(["attention"] if name == "onetrainer" else []), *(["blocks"] if key == "wan" else [])]
+    for layers in some:
+        base, meant = write(dialect, ONLY[layers](linears))
+        for what, extra in {"nothing": lambda *_: {}, **EXTRAS}.items():
+            path = tmp_path / "x.safetensors"
+            save_file(base | extra(dialect, linears), path, dialect.metadata)
+            read = understand(read_lora(path))
+            verdict = in_diffusers(read)
+            ratios = dict(zip(verdict.loads, verdict.ratios, strict=True))
+            said = {p.name(e.diffusers): ratios[la.key] for la, p in read.layers if la.key in ratios for e in p.entries}
+            wrong = [p for la, p in read.layers if "wrong order" in verdict.fails.get(la.key, "")]
+            got = loaded(key, path)
+            got = {n: v for n, v in got.items() if n not in {p.name(p.entries[0].diffusers) for p in wrong}}
+            assert got.keys() == said.keys(), (layers, what)
+            if not dialect.native:
+                for layer, ratio in said.items():
+                    torch.testing.assert_close(got[layer], ratio * meant[layer], rtol=1e-4, atol=1e-3, msg=what)
+
+
+@pytest.mark.parametrize("key", SMALL)
+def test_what_else_is_in_a_file_does_not_disturb_comfyui(comfy, key, tmp_path):
+    dialect = DIALECTS["kohya"]
+    linears = ONLY["attention"](sweep_linears(comfy, key, dialect))
+    base, _ = write(dialect, linears)
+    save_file(base, tmp_path / "base.safetensors")
+    wanted, _ = comfy.load(key, tmp_path / "base.safetensors")
+    for what, extra in EXTRAS.items():
+        save_file(base | extra(dialect, linears), tmp_path / "x.safetensors")
+        verdict = in_comfyui(understand(read_lora(tmp_path / "x.safetensors")))
+        assert len(verdict.loads) == len(linears) and not verdict.fails, what
+        got, _ = comfy.load(key, tmp_path / "x.safetensors")
+        assert all(torch.equal(got[n], v) for n, v in wanted.items() if n.endswith(".weight")), what
+
+
+@pytest.mark.parametrize("key", ["sd3", "flux1", "flux2", "z_image", "chroma"])
+def test_a_fused_layer_and_its_parts_are_added_as_comfyui_does(comfy, key, tmp_path):
+    family = FAMILIES[key]
+    entry = next(e for e in family.entries if e.rows == "q" and "{}" in e.native)
+    fused, part = (name.replace("{}", "0") for name in (entry.native, entry.diffusers))
+    inside, outside = comfy.linears[key][fused]
+    one, meant = write(DIALECTS["native"], {fused: (inside, outside)})
+    two, more = write(DIALECTS["diffusers"], {part: (inside, inside)}, seed=1)
+    save_file(one | two, tmp_path / "both.safetensors")
+    weights, lines = comfy.load(key, tmp_path / "both.safetensors")
+    wanted = meant[fused].clone()
+    wanted[:inside] += more[part]
+    assert lines == []
+    torch.testing.assert_close(weights[f"{fused}.weight"], wanted)
+    state, metadata = convert(read_lora(tmp_path / "both.safetensors"))
+    save_lora(state, tmp_path / "new.safetensors", metadata)
+    weights, lines = comfy.load(key, tmp_path / "new.safetensors")
+    assert lines == []
+    torch.testing.assert_close(weights[f"{fused}.weight"], wanted)
+    torch.testing.assert_close(loaded_in_diffusers(key, tmp_path / "new.safetensors")[part], wanted[:inside])
+
+
+@pytest.mark.parametrize("key", SMALL)
+def test_a_file_whose_alpha_was_folded_keeps_its_strength(comfy, key, tmp_path):
+    """As kohya's converters leave it: without alpha tensors, and with ss_network_alpha in the metadata."""
+    dialect = DIALECTS["native"] if key == "wan" else DIALECTS["diffusers"]
+    linears = ONLY["attention"](sweep_linears(comfy, key, dialect))
+    state, meant = write(dialect, linears)
+    save_file(state, tmp_path / "x.safetensors", {"ss_network_alpha": "1.0", "ss_network_dim": str(RANK)})
+    read = understand(read_lora(tmp_path / "x.safetensors"))
+    assert "an alpha of 1 (ss_network_alpha)" in read.scale.doubt
+    assert set(in_comfyui(read).ratios) | set(in_diffusers(read).ratios) == {1.0}
+    new, metadata = convert(read_lora(tmp_path / "x.safetensors"))
+    save_lora(new, tmp_path / "new.safetensors", metadata)
+    for path in ("x.safetensors", "new.safetensors"):
+        got = loaded_in_diffusers(key, tmp_path / path)
+        if not dialect.native:
+            assert_same(got, meant)
+        weights, lines = comfy.load(key, tmp_path / path)
+        assert lines == [] and sum(bool(v.any()) for n, v in weights.items() if n.endswith(".weight")) > 0
+        if path == "x.safetensors":
+            before = weights
+    assert_same(weights, before)
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"attn.to_k": 3}}])

@@ -56,6 +56,28 @@ def test_inspect_convert_and_merge(kohya, lora, tmp_path):
     assert (got - wanted).norm() < 0.01 * wanted.norm()
 
 
+def test_alpha_and_model_that_the_user_knows(lora, tmp_path):
+    state, meant = write(DIALECTS["kohya, alpha in metadata"], LINEARS)
+    metadata = {"ss_network_alpha": str(ALPHA), "ss_network_dim": str(RANK), "ss_base_model_version": "framepack"}
+    save_file(state, tmp_path / "x.safetensors", metadata)
+    code, said, _ = lora("inspect", "x.safetensors")
+    assert code == 0 and "in doubt: its metadata name FramePack" in said and "alpha of 10 (ss_network_alpha)" in said
+    code, _, errors = lora("convert", "x.safetensors", "new.safetensors")
+    assert code == 2 and "set the model to flux1" in errors and not (tmp_path / "new.safetensors").exists()
+    code, said, errors = lora("convert", "x.safetensors", "new.safetensors", "--model", "flux1", "--alpha", ALPHA)
+    assert code == 0 and "alpha of 10" not in said, errors
+    state = load_file(tmp_path / "new.safetensors")
+    name = "transformer.single_transformer_blocks.0.proj_out"
+    got = state[f"{name}.lora_B.weight"] @ state[f"{name}.lora_A.weight"]
+    torch.testing.assert_close(
+        got, SCALE * meant["single_blocks.0.linear2"] / DIALECTS["kohya, alpha in metadata"].scale
+    )
+    code, said, _ = lora("inspect", "new.safetensors")
+    assert code == 0 and said.strip().endswith("to do: nothing")
+    assert lora("merge", "sum.safetensors", "x.safetensors", "new.safetensors")[0] == 2
+    assert lora("merge", "sum.safetensors", "x.safetensors", "new.safetensors", "--model", "flux1")[0] == 0
+
+
 def test_a_file_is_not_overwritten(kohya, lora, tmp_path):
     (tmp_path / "there.safetensors").write_bytes(b"mine")
     code, _, errors = lora("convert", "kohya.safetensors", "there.safetensors")

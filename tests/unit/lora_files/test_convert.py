@@ -292,7 +292,7 @@ def test_a_model_that_is_given_ends_the_doubt():
 
 NAMED = {
     "sd3": ["sd_3", "sd3-medium", "5-medium", "5-large", "medium", "stable-diffusion-3-5-medium/lora"],
-    "flux1": ["flux1", "flux.1", "flux.1_kontext", "flux_kontext", "flux-1-dev/lora", "Flux.1-fill-dev", "flux-dev/lora"],
+    "flux1": ["flux1", "flux.1", "flux.1_kontext", "flux_kontext", "flux-1-dev/lora", "Flux.1-fill-dev"],
     "flux2": ["flux_2_dev", "flux_2_klein_4b", "flux2", "flux2_klein_9b", "Flux.2-dev/lora", "Flux.2-klein-4b"],
     "qwen_image": ["qwen_image", "qwen_image_edit", "Qwen-Image-Edit-2511/lora", "qwen_image-v1.0/lora"],
     "z_image": ["z_image", "zimage", "Z-Image/lora", "z-image-turbo/lora"],
