@@ -133,9 +133,7 @@ class Run:
         guided = max(config.sampling.guidance, config.eval.guidance or 1.0) > 1
         family = self._load("encoders")
         if self.processes.is_main:
-            limits = family.text_limits(family.options)
-            tokenizers = {name: getattr(family.pipeline, name) for name in limits}
-            self.cut = cut_prompts(tokenizers, limits, [p.text for p in self.prompts])
+            self.cut = cut_prompts(family, self.prompts, guided)
         conditioning = encode_prompts(family, self.prompts, needed, guided)
         family.free_encoders()
         del family
