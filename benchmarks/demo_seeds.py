@@ -14,6 +14,7 @@ import statistics
 from pathlib import Path
 
 from trainer.config import load_config
+from trainer.errors import UserError, out_folder
 from trainer.run import Result, train
 
 DEMO = Path(__file__).parents[1] / "trainer" / "runs" / "demo.toml"
@@ -49,9 +50,12 @@ def table(results: list[Result]) -> str:
 def main() -> None:
     """Run the seeds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--out", type=out_folder, required=True, help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=3)
-    args, overrides = parser.parse_known_args()
+    try:
+        args, overrides = parser.parse_known_args()
+    except UserError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     results = []
     for seed in range(args.seeds):
         results.append(train(load_config(DEMO, [*overrides, "--seed", str(seed)]), args.out / f"seed{seed}"))

@@ -18,6 +18,7 @@ from .policy import Policy
 from .processes import Processes
 from .prompts import Prompt
 from .rewards import FailurePolicy, Mix, ScoreFn, Scores, Term
+from .rewards.guard import own_copy
 from .rollout import batches
 
 
@@ -41,8 +42,10 @@ def decode(policy: Policy, latents: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score_images(score: ScoreFn, images: Tensor, prompts: Sequence[Prompt]) -> Scores:
-    """Scores of (B, 3, H, W) images of B prompts."""
-    return score(images, [p.text for p in prompts], [dict(p.metadata) for p in prompts])
+    """Scores of (B, 3, H, W) images of B prompts, which a scoring function cannot change by writing into them."""
+    asked = (images, [p.text for p in prompts], [p.metadata for p in prompts])
+    # A Mix gives each of its rewards copies by itself.
+    return score(*(asked if isinstance(score, Mix) else own_copy(*asked)))
 
 
 def join_scores(parts: Sequence[Scores]) -> Scores:

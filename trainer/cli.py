@@ -120,25 +120,13 @@ def demo(arguments: list[str]) -> int:
 
 
 def _dry_run(config) -> int:
-    import torch
-
-    from .dry_run import describe
-    from .families import family_class
-    from .prepare import check_inputs, check_scoring, load_options, quiet
-    from .prompt_lengths import cut_prompts, load_tokenizers
+    from .dry_run import describe, describe_lengths
+    from .prepare import check_inputs, check_scoring, quiet
 
     quiet()
     prompts, eval_prompts = check_inputs(config)
     report = describe(config, len(prompts), len(eval_prompts))
-    options = load_options(config, torch.device("cpu"))
-    limits = family_class(config.model_path).text_limits(options)
-    texts = [p.text for p in prompts + eval_prompts]
-    try:
-        tokenizers = load_tokenizers(config.model_path, limits)
-    except (OSError, ValueError) as error:
-        report += f"\nprompts     not measured, no tokenizer: {str(error).splitlines()[0]}"
-    else:
-        report += "".join(f"\nwarning     {words}" for words in cut_prompts(tokenizers, limits, texts))
+    report += describe_lengths(config, prompts + eval_prompts)
     try:
         check_scoring(config, prompts, eval_prompts)
     except UserError as error:

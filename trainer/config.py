@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import sys
@@ -24,6 +23,7 @@ from sfgrpo.rewards.tables import with_own_code, with_paths
 from sfgrpo.shapes import MODEL_DIR
 
 from .errors import UserError
+from .hints import hint
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -33,6 +33,8 @@ else:
 STRICT = {"extra": "forbid"}
 EMBEDDED = "shapes"
 REWARD_TABLES = ("rewards.", "eval.rewards.", "watch.")
+NOT_TOML = (".yaml", ".yml", ".json", ".py")
+"""Run files of other trainers, by their names."""
 PATHS = ("prompts.file", "eval.file", "lora.continue_from", "model.transformer_file")
 
 
@@ -76,8 +78,8 @@ class PromptsConfig:
     __pydantic_config__ = STRICT
 
     file: Path
-    """A .txt file, one prompt a line, or a .jsonl file of objects with `prompt`, optionally `negative_prompt`, and
-    whatever the reward needs. Relative to the run file."""
+    """A .txt file, one prompt a line without comments or options, or a .jsonl file of objects with `prompt`,
+    optionally `negative_prompt`, and whatever the reward needs. Relative to the run file."""
     per_iteration: int = 8
     """Prompts, and so groups, in one iteration."""
 
@@ -381,6 +383,11 @@ def load_rewards(path: str | Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.suffix.lower() in NOT_TOML and path.is_file():
+        raise UserError(
+            f"run file {path}: a run file is TOML, not {path.suffix[1:]}; start from one of configs/, and see "
+            "`sfgrpo train --help` for the settings"
+        )
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -401,7 +408,7 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
         name, equals, value = flag[2:].partition("=")
         name = name.replace("-", "_")
         if name not in known and not name.startswith(REWARD_TABLES):
-            raise UserError(f"unknown setting --{name}{_suggest(name, known)}")
+            raise UserError(f"unknown setting --{name}{hint(name, known)}")
         if not equals:
             if not rest:
                 raise UserError(f"--{name} needs a value")
@@ -413,11 +420,6 @@ def parse_overrides(arguments: list[str]) -> dict[str, Any]:
     return out
 
 
-def _suggest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; settings are {', '.join(known)}"
-
-
 def validate(data: dict[str, Any], where: str) -> RunConfig:
     """Check types, names and ranges. Raises UserError with the first thing that is wrong."""
     from pydantic import TypeAdapter, ValidationError
@@ -425,15 +427,27 @@ def validate(data: dict[str, Any], where: str) -> RunConfig:
     try:
         return TypeAdapter(RunConfig).validate_python(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            raise UserError(f"{where}: unknown field {name}{_suggest(name, field_names(RunConfig))}") from None
+        errors = error.errors()
+        unknown = [_name(e) for e in errors if e["type"] in ("extra_forbidden", "unexpected_keyword_argument")]
+        first, name = errors[0], _name(errors[0])
+        known = field_names(RunConfig)
+        if name in unknown:
+            raise UserError(f"{where}: unknown field {name}{hint(name, known)}") from None
         if first["type"] in ("missing", "missing_keyword_only_argument"):
-            raise UserError(f"{where}: field {name} is missing") from None
+            others = "; ".join(f"unknown field {n}{hint(n, known)}" for n in unknown[:1])
+            more = f"; also unknown: {', '.join(unknown[1:6])}" if unknown[1:] else ""
+            raise UserError(f"{where}: field {name} is missing{'; ' if others else ''}{others}{more}") from None
+        if first["type"] == "dict_type" and name in ("rewards", "eval.rewards", "watch"):
+            kind = type(first["input"]).__name__
+            raise UserError(f"{where}: {name} must be a table, name = weight; got a {kind}") from None
         message = first["msg"].removeprefix("Value error, ")
         got = f" (got {first['input']!r})" if first["type"] != "value_error" else ""
         raise UserError(f"{where}: {name + ': ' if name else ''}{message}{got}") from None
+
+
+def _name(error: Any) -> str:
+    """Dotted name of the field of one of pydantic's errors."""
+    return ".".join(map(str, error["loc"]))
 
 
 def _resolve(config: RunConfig, folder: Path) -> RunConfig:

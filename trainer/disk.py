@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .errors import UserError
 
@@ -66,3 +68,18 @@ def write_png(path: Path, image) -> None:
     data = io.BytesIO()
     image.save(data, "PNG")
     write_whole(path, data.getvalue())
+
+
+def events_writer(folder: Path) -> Any:
+    """A SummaryWriter of TensorBoard events in a folder, whose errors are raised where it is called and not printed."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    tell = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        # Its thread hands the error on to the next call, and would print a traceback besides.
+        if not (type(args.thread).__name__ == "_AsyncWriterThread" and isinstance(args.exc_value, OSError)):
+            tell(args)
+
+    threading.excepthook = hook
+    return SummaryWriter(str(folder))

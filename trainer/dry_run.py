@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from sfgrpo.prompts import Prompt
+
 from .config import RunConfig
-from .families import pipeline_class_of
+from .errors import UserError
+from .families import load_model, pipeline_class_of
 from .memory import Component, measure, without_weights
-from .prepare import check_sampling
+from .prepare import check_sampling, load_options
+from .prompt_lengths import cut_prompts
 
 
 def describe(config: RunConfig, prompts: int, eval_prompts: int) -> str:
@@ -55,6 +60,17 @@ def describe(config: RunConfig, prompts: int, eval_prompts: int) -> str:
         ),
     ]
     return "\n".join(f"{name:12s}{text}" for name, text in filter(None, lines))
+
+
+def describe_lengths(config: RunConfig, prompts: Sequence[Prompt]) -> str:
+    """Lines that warn of prompts that the text encoders cut, each after a line break; reads the tokenizers alone."""
+    options = replace(load_options(config, torch.device("cpu")), quantize="none")
+    try:
+        family = load_model(config.model_path, options, "tokenizers")
+    except UserError as error:
+        return f"\nprompts     how long they are was not looked at: {str(error).splitlines()[0]}"
+    guided = max(config.sampling.guidance, config.eval.guidance or 1.0) > 1
+    return "".join(f"\nwarning     {words}" for words in cut_prompts(family, prompts, guided))
 
 
 def size(number: float) -> str:

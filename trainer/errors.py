@@ -18,5 +18,5 @@ class UserError(Exception):
 def out_folder(text: str) -> Path:
     """The folder of `--out`. Raises UserError where none is named, which would be the working directory."""
     if not text.strip():
-        raise UserError("--out needs a folder; name one, or leave --out away for the default")
+        raise UserError("--out needs a folder; name one")
     return Path(text)

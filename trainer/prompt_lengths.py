@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-ENDLESS = 1_000_000
-"""A model_max_length above this is how transformers says that there is none."""
+from sfgrpo.prompts import Prompt, is_blank
 
-
-def load_tokenizers(path: str, names: Sequence[str]) -> dict[str, Any]:
-    """The tokenizers of a diffusers folder or hub id by their component names; no weights."""
-    from transformers import AutoTokenizer
-
-    return {name: AutoTokenizer.from_pretrained(path, subfolder=name) for name in names}
+from .families import Family
 
 
-def cut_prompts(tokenizers: Mapping[str, Any], limits: Mapping[str, int | None], texts: Sequence[str]) -> list[str]:
-    """A sentence for each text encoder that cuts some of the texts, each different text counted once.
+def cut_prompts(family: Family, prompts: Sequence[Prompt], guided: bool) -> list[str]:
+    """A sentence for each text encoder that cuts some of the prompts, each different text counted once.
 
-    limits: component name -> tokens that its encoder reads, special ones included, or None for the tokenizer's own
-    model_max_length (`Family.text_limits`). The tokens of chat templates are not counted.
+    family: loaded with its tokenizers at least. guided: whether negative prompts are encoded too. What is counted is
+    `Family.count_tokens`.
     """
-    different = list(dict.fromkeys(texts))
-    most = {name: tokenizers[name].model_max_length if limit is None else limit for name, limit in limits.items()}
-    out = []
-    for name, limit in most.items():
-        if limit > ENDLESS:
-            continue
-        lengths = [len(tokenizers[name](text, truncation=False, verbose=False).input_ids) for text in different]
-        cut = [n for n, length in enumerate(lengths) if length > limit]
-        if not cut:
-            continue
-        longest = max(cut, key=lengths.__getitem__)
-        others = [other for other in most.values() if other > limit]
-        do = "shorten them"
-        if limits[name] is not None:
-            do += ", or raise model.max_sequence_length where the model takes more"
-        elif others:
-            do += f"; another encoder reads {max(others)} tokens, so that they are cut in part alone"
-        out.append(
-            f"{len(cut)} of {len(different)} prompts are longer than the {limit} tokens that the encoder of {name} "
-            f"reads and are cut there; the longest, {lengths[longest]} tokens, begins {different[longest][:60]!r}; {do}"
-        )
-    return out
+    texts: dict[str, str] = {}
+    for n, prompt in enumerate(prompts, start=1):
+        where = prompt.where or f"prompt {n}"
+        texts.setdefault(prompt.text, where)
+        if guided and not is_blank(prompt.negative):
+            texts.setdefault(prompt.negative, f"{where} (its negative prompt)")
+    limits = family.text_limits
+    return [words for name in limits if (words := _cut_by(family, name, limits, texts))]
+
+
+def _cut_by(family: Family, name: str, limits: dict[str, int], texts: dict[str, str]) -> str:
+    """What the encoder of one tokenizer cuts, in words, or nothing. texts: text -> where it stands."""
+    limit, raised = limits[name], max(limits.values())
+    lengths = {text: family.count_tokens(name, text) for text in texts}
+    cut = [text for text, length in lengths.items() if length > limit]
+    if not cut:
+        return ""
+    longest = max(cut, key=lengths.__getitem__)
+    do = "shorten them"
+    if family.has_raisable_limit(name) and limit < family.LONGEST:
+        do += f", or raise model.max_sequence_length (to {family.LONGEST} at most)"
+    elif raised > limit:
+        do += f"; another encoder reads {raised} tokens, so that they are cut in part alone"
+    return (
+        f"{len(cut)} of {len(texts)} prompts are longer than the {limit} tokens that the encoder of {name} reads and "
+        f"are cut there; the longest, {texts[longest]}, has {lengths[longest]} tokens (special and template tokens "
+        f"included) and begins {longest[:60]!r}; {do}"
+    )

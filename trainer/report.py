@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from statistics import mean
 
+from .config import tomllib
 from .disk import write_png, write_whole
 
 PAGE = """<!doctype html>
@@ -66,8 +67,7 @@ def write_report(run: Path) -> Path:
     config = (run / "config.toml").read_text(encoding="utf-8")
     plots = draw_plots(run / "plots", metrics, evals)
     first, last = evals[0], evals[-1]
-    # That at the start included, and the first of equal ones, as a run chooses best.safetensors.
-    best = max(evals, key=lambda e: total if not math.isnan(total := e["scores"]["total"]) else -math.inf)
+    best = best_of(evals, tomllib.loads(config).get("alarms", {}).get("stop", False))
     parts = _alarms(evals)
     parts += [
         "<h2>Evaluation: deterministic ODE samples, fixed prompts and seeds</h2>",
@@ -110,6 +110,15 @@ def write_report(run: Path) -> Path:
     path = run / "report.html"
     write_whole(path, page)
     return path
+
+
+def best_of(evals: list[dict], stop: bool) -> dict:
+    """The evaluation that best.safetensors is of, or the first where none was better: the first of equal ones.
+
+    stop: whether an alarm ends the run (alarms.stop), which keeps the evaluation that gave it from being the best.
+    """
+    candidates = [evals[0], *(e for e in evals[1:] if not (stop and e.get("alarms")))]
+    return max(candidates, key=lambda e: total if not math.isnan(total := e["scores"]["total"]) else -math.inf)
 
 
 def _alarms(evals: list[dict]) -> list[str]:

@@ -31,7 +31,7 @@ from sfgrpo.rewards import RewardError, mix
 from sfgrpo.update import set_learning_rate
 
 from .config import RunConfig, to_toml, without_folders
-from .disk import WriteError, append_line, write_png, write_whole, writing
+from .disk import WriteError, append_line, events_writer, write_png, write_whole, writing
 from .errors import UserError
 from .families import Family, load_model
 from .lock import FolderLock
@@ -133,9 +133,7 @@ class Run:
         guided = max(config.sampling.guidance, config.eval.guidance or 1.0) > 1
         family = self._load("encoders")
         if self.processes.is_main:
-            limits = family.text_limits(family.options)
-            tokenizers = {name: getattr(family.pipeline, name) for name in limits}
-            self.cut = cut_prompts(tokenizers, limits, [p.text for p in self.prompts])
+            self.cut = cut_prompts(family, self.prompts, guided)
         conditioning = encode_prompts(family, self.prompts, needed, guided)
         family.free_encoders()
         del family
@@ -243,10 +241,8 @@ class Run:
             (self.out / "evals.jsonl").unlink(missing_ok=True)  # of a run that ended before its first iteration did
         if not self.config.tensorboard:
             return None
-        from torch.utils.tensorboard import SummaryWriter
-
         with writing(self.out / EVENTS):
-            return SummaryWriter(str(self.out))
+            return events_writer(self.out)
 
     def _report(self) -> None:
         from .report import write_report
@@ -277,6 +273,7 @@ class Run:
                 self._set_lr(iteration)
                 index = pick_prompts(len(self.prepared.prompts), config.prompts.per_iteration, iteration, config.seed)
                 done = self.loop.iterate(iteration, self.prompts, index)
+                self.iterations_done = iteration + 1  # of the weights, whatever of it can still be written
                 self.reward = done.metrics["reward"]
                 self.rewards.append(self.reward)
                 self._tell(done.problems, f"iteration {iteration}")
@@ -306,7 +303,6 @@ class Run:
                 last = iteration + 1 == config.iterations
                 late = config.max_minutes is not None and time.time() - begun > 60 * config.max_minutes
                 last = self.processes.any(late) or last
-                self.iterations_done = iteration + 1
                 if last or (iteration + 1) % config.save_every == 0:
                     self.save("last", iteration + 1)
                 if last or (iteration + 1) % config.eval.every == 0:

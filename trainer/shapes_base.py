@@ -38,7 +38,7 @@ from sfgrpo.schedule import shift_static
 from sfgrpo.shapes.captions import CATEGORIES, all_captions
 from sfgrpo.shapes.scenes import render, scenes_for
 
-from .errors import out_folder
+from .errors import UserError, out_folder
 
 CONTEXT_LENGTH = 12
 CATEGORY_WEIGHTS = dict(zip(CATEGORIES, (0.5, 1.0, 2.0, 0.5, 2.0, 2.0), strict=True))
@@ -394,7 +394,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    args = parser.parse_args()
+    try:
+        args = parser.parse_args()
+    except UserError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     args.work.mkdir(parents=True, exist_ok=True)
 
     def log(**row: object) -> None:

@@ -39,7 +39,7 @@ CASES = {
     "empty prompt file": (["train", "run.toml", "--prompts.file", "empty.txt"], r"prompt file .*empty\.txt is empty"),
     "prompt file without prompts": (
         ["train", "run.toml", "--prompts.file", "bad.jsonl"],
-        r"bad\.jsonl, line 2: needs an object with a non-empty string \"prompt\"",
+        r'bad\.jsonl, line 2: has text; needs "prompt", a non-empty string',
     ),
     "prompt that the reward cannot check": (
         ["train", "run.toml", "--prompts.file", "unknown.txt"],
@@ -191,3 +191,18 @@ def test_help_and_version(cli, tmp_path):
     demo = cli("demo", "--help", cwd=tmp_path)
     assert demo.returncode == 0 and "--out" in demo.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ("benchmarks.demo_seeds", "trainer.shapes_base"))
+def test_scripts_refuse_a_folder_without_a_name(module):
+    process = subprocess.run(
+        [sys.executable, "-m", module, "--out", ""],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 2 and process.stdout == ""
+    # Before it libraries may warn of themselves.
+    assert process.stderr.endswith(f"{module.split('.')[1]}.py: error: --out needs a folder; name one\n")
+    assert "usage" not in process.stderr and "Traceback" not in process.stderr

@@ -25,6 +25,7 @@ from sfgrpo_trainer.config import (
     to_toml,
 )
 from sfgrpo_trainer.errors import UserError
+from sfgrpo_trainer.hints import OURS, THEIRS, hint
 from sfgrpo_trainer.prepare import prepare
 from sfgrpo_trainer.run import train
 
@@ -384,3 +385,58 @@ def test_a_mistake_is_blamed_on_the_override_that_has_it(minimal):
 def test_watched_rewards_may_weigh_nothing(minimal):
     minimal.write_text(MINIMAL + "[watch]\njpeg_size = 0.0\n")
     assert load_config(minimal).watch == {"jpeg_size": 0.0}
+
+
+def test_every_hint_names_settings_that_exist():
+    for ours in OURS:
+        for name in ours.split(" and "):
+            assert name in field_names(RunConfig), name
+    assert not {name for name in THEIRS if name in field_names(RunConfig)}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("beta", "here it is grpo.kl_weight"),
+        ("train.beta", "here it is grpo.kl_weight"),
+        ("sample.noise_level", "here it is grpo.kernel.eta"),
+        ("sample.num_image_per_prompt", "here it is grpo.group_size"),
+        ("resolution", "here it is sampling.height and sampling.width"),
+        ("eval_num_steps", "here it is eval.steps"),
+        ("pretrained.model", "here it is model.path"),
+        ("optimizer.learning_rate", "here it is optimizer.lr"),
+        ("optimizer.beta", "did you mean optimizer.beta"),
+        ("steps", "did you mean sampling.steps?"),
+        ("lora.rnak", "did you mean lora.rank?"),
+        ("loar.rank", "did you mean lora.rank?"),
+        ("loar", "did you mean lora?"),
+        ("lora.rnk", "did you mean lora.rank?"),
+        ("group_size", "did you mean grpo.group_size?"),
+        ("qqq.zzz", "settings are model.path, "),
+    ],
+)
+def test_hints(name, words):
+    assert hint(name, field_names(RunConfig)).startswith(f"; {words}")
+
+
+def test_a_missing_field_is_told_with_the_unknown_ones(minimal):
+    minimal.write_text("num_epochs = 3\n" + MINIMAL.replace("[model]", "[pretrained]") + "[train]\nbeta = 0.1\n")
+    with pytest.raises(UserError, match=r"field model is missing; unknown field \w+; here it is \w+.*; also unknown: "):
+        load_config(minimal)
+
+
+def test_a_list_of_rewards_is_refused_in_words(minimal):
+    minimal.write_text(MINIMAL.replace("[rewards]\nshapes = 1.0", '[[rewards]]\nname = "shapes"'))
+    with pytest.raises(UserError, match=r"run\.toml: rewards must be a table, name = weight; got a list$"):
+        load_config(minimal)
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json", ".py"])
+def test_run_files_of_other_kinds_are_refused_by_their_name(tmp_path, suffix):
+    file = tmp_path / f"run{suffix}"
+    file.write_text("lr: 1\n")
+    with pytest.raises(UserError, match=rf"run\{suffix}: a run file is TOML, not {suffix[1:]}"):
+        load_config(file)
+    file.unlink()
+    with pytest.raises(UserError, match="does not exist"):
+        load_config(file)

@@ -5,10 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
+
+ROUNDING = {"lora_A": 1e-6, "lora_B": 2e-3}
+"""Most difference of two runs whose sums are taken in another order, relative to the factors' norm.
+
+Another batch size in one process, which is rounding alone, makes 5e-8 and 3e-4; two and four processes 1e-7 and 5e-4.
+B starts at 0, so that all of it is steps along gradients, whose sums over steps, rows and pixels cancel for the most
+part; A is nearly what it was drawn as.
+"""
 
 # A large eps: Adam divides by the size of a gradient, and so makes large steps of those that are rounding alone.
 SETTINGS = ["--optimizer.eps", "1.0", "--optimizer.lr", "0.05", "--grpo.updates", "2", "--iterations", "2"]
@@ -39,6 +49,10 @@ def one(tmp_path_factory, write_run, cli) -> Path:
     return folder
 
 
+def norm(tensors: Iterable[Tensor]) -> float:
+    return float(sum(t.double().square().sum() for t in tensors)) ** 0.5
+
+
 # Six rows in two groups of three: two processes take a group each, four cut both groups.
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4)])
 def test_the_lora_of_one_process(processes, one):
@@ -47,7 +61,9 @@ def test_the_lora_of_one_process(processes, one):
     assert process.returncode == 0, said
     got, expected = (load_file(one / name / "last.safetensors") for name in (f"of {processes}", "one"))
     assert got.keys() == expected.keys()
-    assert max(float((got[k] - expected[k]).abs().max()) for k in expected) < 1e-5
+    for part, bound in ROUNDING.items():
+        names = [k for k in expected if part in k]
+        assert names and norm(got[k] - expected[k] for k in names) < bound * norm(expected[k] for k in names), part
     assert max(float(v.abs().max()) for k, v in expected.items() if "lora_B" in k) > 1e-3
     # Only one process writes and speaks.
     for file in ("metrics.jsonl", "evals.jsonl"):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 import shutil
 from html.parser import HTMLParser
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sfgrpo_trainer.report import read_rows, smooth, write_report
+from sfgrpo_trainer.report import best_of, read_rows, smooth, write_report
 
 VOID = ("meta", "img", "br")
 
@@ -148,3 +149,23 @@ def test_smoothing_starts_at_the_first_value_and_skips_what_is_not_finite():
     one, two = smooth([1.0, 3.0], share=0.25)
     assert (one, two) == pytest.approx((1.0, (0.75 * 0.25 * 1 + 0.25 * 3) / (0.75 * 0.25 + 0.25)))
     assert smooth([float("nan"), 4.0, float("inf"), 4.0])[1:] == pytest.approx([4.0, 4.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("totals", "alarmed", "stop", "best"),
+    [
+        ((0.1, 0.3, 0.2), (), True, 1),
+        ((0.1, 0.3, 0.9), (2,), True, 1),  # the run ended there, and best.safetensors is from before
+        ((0.1, 0.3, 0.9), (2,), False, 2),
+        ((0.1, 0.9), (1,), True, 0),
+        ((0.1, 0.1), (), False, 0),
+        ((0.2, math.nan), (), False, 0),
+        ((math.nan, 0.2), (), False, 1),
+    ],
+)
+def test_the_best_evaluation_is_that_of_the_best_lora(totals, alarmed, stop, best):
+    evals = [
+        {"iteration": i, "scores": {"total": total}, "alarms": [{"name": "x"}] if i in alarmed else []}
+        for i, total in enumerate(totals)
+    ]
+    assert best_of(evals, stop)["iteration"] == best

@@ -88,6 +88,8 @@ def test_an_alarm_is_said_marked_and_ends_the_run(run_file, tmp_path, capfd):
     assert f"alarm after iteration {result.iterations}: {names[0]} fell from" in said and "stopped by an alarm" in said
     page = write_report(tmp_path / "out").read_text()
     assert "<h2>Alarms</h2>" in page and evals[-1]["alarms"][0]["words"] in page
+    kept = result.best_iteration
+    assert ("best (the start)" if kept is None else f"best (iteration {kept})") in page
     if result.iterations == 1:
         assert not (tmp_path / "out" / "best.safetensors").exists()
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from sfgrpo_trainer.lock import FolderLock
 
-REWARD = """
+REWARD = '''
 import resource
 import time
 from pathlib import Path
@@ -33,11 +33,19 @@ def sleepy(images, prompts, metadata):
     Path("asleep").touch()
     time.sleep(600)
 
+def eventless(images, prompts, metadata):
+    """The file of TensorBoard's events becomes one that cannot be written."""
+    for events in Path("out").glob("events.*"):
+        if log.exists() and events.is_file():
+            events.unlink()
+            events.mkdir()
+    return bright(images, prompts, metadata)
+
 def filling(images, prompts, metadata):
     if log.exists() and log.read_text().count("\\n") == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 100,) * 2)
     return bright(images, prompts, metadata)
-"""
+'''
 
 
 @pytest.fixture
@@ -181,6 +189,34 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert (process.returncode, process.stdout) == (130, "143\n"), process.stderr
 
 
+def test_a_second_signal_while_it_saves_leaves_whole_files(start, tmp_path):
+    (tmp_path / "awake").touch()
+    process = start("sleepy", "--iterations", "3")
+    until((tmp_path / "asleep").exists, process)
+    process.send_signal(signal.SIGTERM)
+    # The report, which takes longest, is still to be written.
+    until((tmp_path / "out" / "last.safetensors").exists, process)
+    process.send_signal(signal.SIGTERM)
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and "Traceback" not in stderr, stderr
+    assert iteration(tmp_path / "out" / "last.safetensors") == len(rows(tmp_path / "out" / "metrics.jsonl")) == 1
+
+
+def test_two_demos_at_once(tmp_path):
+    command = [sys.executable, "-m", "sfgrpo_trainer.cli", "demo"]
+    first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        until((tmp_path / "runs" / "demo" / "config.toml").exists, first)
+        second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert second.returncode == 2 and f"in use by another run (process {first.pid} on " in second.stderr
+        first.send_signal(signal.SIGTERM)
+        first.communicate(timeout=120)
+        assert first.returncode == 143
+    finally:
+        first.kill()
+        first.wait()
+
+
 def is_one_sentence(process: subprocess.Popen, *words: str) -> str:
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 1 and "Traceback" not in stderr, stderr
@@ -196,6 +232,13 @@ def test_a_row_is_written_whole_or_not_at_all(start, tmp_path):
     out = tmp_path / "out"
     assert len(rows(out / "metrics.jsonl")) == 2 and iteration(out / "last.safetensors") == 2
     assert not list(out.rglob("*.part"))
+
+
+def test_events_of_tensorboard_that_cannot_be_written(start, tmp_path):
+    pytest.importorskip("tensorboard")
+    process = start("eventless", "--tensorboard", "true")
+    is_one_sentence(process, "events.out.tfevents: Is a directory", "last.safetensors", "are whole")
+    assert len(rows(tmp_path / "out" / "metrics.jsonl")) == 2 and iteration(tmp_path / "out" / "last.safetensors") == 2
 
 
 def test_a_full_disk_and_a_folder_that_goes(start, tmp_path):

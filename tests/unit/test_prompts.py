@@ -57,9 +57,18 @@ def test_jsonl_text_may_hold_other_unicode_separators(tmp_path, separator):
         ("p.jsonl", b"\xef\xbb\xbf\n", r"p\.jsonl is empty"),
         ("p.txt", b"\xff\xfea\x00", r"p\.txt cannot be read as UTF-8 text"),
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": ', r"p\.jsonl, line 3: not JSON"),
-        ("p.jsonl", '["a"]', r'p\.jsonl, line 1: needs an object with a non-empty string "prompt"'),
+        ("p.jsonl", '["a"]', r"p\.jsonl, line 1: is a JSON array; a \.jsonl file needs an object"),
+        ("p.jsonl", '\n[\n{"prompt": "a"}\n]', r"p\.jsonl, line 2: is a JSON array"),
+        ("p.jsonl", '[{"prompt": "a"},', r"p\.jsonl, line 1: is a JSON array"),
+        ("p.jsonl", "{}", r'p\.jsonl, line 1: needs an object with a non-empty string "prompt"'),
+        ("p.jsonl", '{"text": "a", "file_name": "b"}', r'line 1: has text, file_name; needs "prompt"'),
+        (
+            "p.jsonl",
+            '{"a": 1, "b": 1, "c": 1, "d": 1, "e": 1, "f": 1}',
+            r'has a, b, c, d, e and 1 more; needs "prompt"',
+        ),
+        ("p.txt", "a caf\xe9".encode("cp1252"), r"p\.txt cannot be read as UTF-8 text: .*; save it as UTF-8"),
         ("p.jsonl", '"a"', r"line 1: needs an object"),
-        ("p.jsonl", '{"text": "a"}', r"line 1: needs an object"),
         ("p.jsonl", '{"prompt": 3}', r"line 1: needs an object"),
         ("p.jsonl", '{"prompt": "  "}', r"line 1: needs an object"),
         (
@@ -77,9 +86,14 @@ def test_bad_files_are_named_with_their_line(tmp_path, name, content, message):
 def test_missing_files_and_folders(tmp_path):
     with pytest.raises(ValueError, match=re.escape(f"prompt file {tmp_path / 'no.txt'} does not exist")):
         read_prompts(tmp_path / "no.txt")
-    (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(ValueError, match="folder.txt cannot be read"):
-        read_prompts(tmp_path / "folder.txt")
+    folder = tmp_path / "folder.txt"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="folder.txt is a folder; name a .txt or .jsonl file"):
+        read_prompts(folder)
+    for name in ("a.jsonl", "train.txt"):
+        (folder / name).write_text("")
+        with pytest.raises(ValueError, match=f"folder.txt is a folder; name a file in it, e.g. its {name}"):
+            read_prompts(folder)
 
 
 @pytest.mark.parametrize("count, per_iteration", ((12, 3), (12, 1), (6, 6), (5, 1)))
@@ -159,9 +173,6 @@ def test_text_files_that_are_not_utf8_text(tmp_path):
         with pytest.raises(ValueError) as error:
             read_prompts(file)
         assert str(file) in str(error.value) and words in str(error.value)
-    (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(ValueError, match="folder.txt cannot be read"):
-        read_prompts(tmp_path / "folder.txt")
 
 
 def test_characters_of_any_language_line_breaks_and_surrogate_pairs_are_kept(tmp_path):
@@ -171,3 +182,48 @@ def test_characters_of_any_language_line_breaks_and_surrogate_pairs_are_kept(tmp
     long = tmp_path / "long.txt"
     long.write_text("word " * 200_000, "utf-8")
     assert len(read_prompts(long)[0].text) == 999_999
+
+
+@pytest.mark.parametrize(
+    "line",
+    (
+        "a cat --w 512",
+        "a cat --n low quality, blurry",
+        "a cat, running --n worst quality --w 832 --h 480 --f 81 --d 1 --l 5 --s 20",
+        "a cat --d 1 --l 7.5",
+        "a cat --s 20  ",
+    ),
+)
+def test_lines_with_the_options_of_sample_prompts_are_refused(tmp_path, line):
+    with pytest.raises(ValueError, match=r"p\.txt, line 2: ends in '--[a-z] .*an option of sample prompts"):
+        read_prompts(written(tmp_path, "p.txt", f"a dog\n{line}\n"))
+    row = json.dumps({"prompt": line})
+    assert read_prompts(written(tmp_path, "p.jsonl", row)) == [Prompt(line.strip())]
+
+
+@pytest.mark.parametrize("line", ("# animals", "#", "## animals", "  #\tanimals"))
+def test_comments_are_refused(tmp_path, line):
+    with pytest.raises(ValueError, match=r"p\.txt, line 3: is a comment"):
+        read_prompts(written(tmp_path, "p.txt", f"a dog\n\n{line}\n"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    (
+        "#1 fan",
+        "#sunset over # hills",
+        "a sign that says --w",
+        "a --n-- pattern",
+        "a cat -- 512",
+        "a terminal with ls --s 5 files",
+        "word--w 512",
+    ),
+)
+def test_what_only_looks_like_them_is_a_prompt(tmp_path, line):
+    assert read_prompts(written(tmp_path, "p.txt", line)) == [Prompt(line)]
+
+
+def test_a_negative_prompt_of_null_is_none_and_prompts_know_their_place(tmp_path):
+    path = written(tmp_path, "p.jsonl", '\n{"prompt": "a", "negative_prompt": null}')
+    (prompt,) = read_prompts(path)
+    assert prompt == Prompt("a", "", {}) and prompt.where == f"{path}, line 2"

@@ -103,7 +103,7 @@ def load_family(path: str, dtype: torch.dtype, device: torch.device, parts: str 
 
 
 def load_model(path: str, options: LoadOptions, parts: str = "all") -> Family:
-    """Load a model by path or hub id, frozen: `all` of it, its `encoders`, or its `denoiser` (with the VAE).
+    """Load a model by path or hub id, frozen: `all` of it or one of the `parts` of `Loading.load`.
 
     Raises UserError for a model that is not of a supported family.
     """

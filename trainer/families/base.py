@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from sfgrpo.lora import choose_targets
 
 from ..errors import UserError
-from .loading import Loading, LoadOptions
+from .loading import Loading
+from .tokens import token_count
 
 
 @dataclass
@@ -51,11 +52,27 @@ class Family(Loading, ABC):
         length = self.options.max_sequence_length
         return self.MAX_LENGTH if length is None else length
 
-    @classmethod
-    def text_limits(cls, options: LoadOptions) -> dict[str, int | None]:
-        """Tokenizer's name -> tokens of a text that its encoder reads; None is the tokenizer's model_max_length."""
-        length = options.max_sequence_length
-        return {"tokenizer": cls.MAX_LENGTH if length is None else length}
+    @property
+    def text_limits(self) -> dict[str, int]:
+        """Tokenizer's name -> tokens of `count_tokens` that its encoder reads.
+
+        The last tokenizer's is max_sequence_length, which is 0 where its encoder is left out; others are CLIPs.
+        """
+        *clips, last = [name for name in self.ENCODERS if name.startswith("tokenizer")]
+        limits = {name: self.pipeline.tokenizer_max_length for name in clips}
+        return limits | ({last: self.max_sequence_length} if self.max_sequence_length else {})
+
+    def has_raisable_limit(self, tokenizer: str) -> bool:
+        """Whether max_sequence_length is that tokenizer's limit."""
+        return tokenizer == [name for name in self.ENCODERS if name.startswith("tokenizer")][-1]
+
+    def count_tokens(self, tokenizer: str, text: str) -> int:
+        """Tokens up to the end of a text as the pipeline gives it to that tokenizer, not cut.
+
+        Special tokens are counted, and what a chat template puts before the text; what it puts after is not, for that
+        is cut first.
+        """
+        return token_count(getattr(self.pipeline, tokenizer), text)
 
     @abstractmethod
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:

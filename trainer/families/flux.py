@@ -13,7 +13,6 @@ from torch import Tensor
 from sfgrpo.schedule import mu_for_tokens
 
 from .base import Family, check_sides
-from .loading import LoadOptions
 
 LATENT_SIZE = 128
 """Side of the VAE's latents at the size that the pipeline draws by itself."""
@@ -32,10 +31,6 @@ class Flux1(Family):
         """diffusers looks for norms as `.scale`, as they are in the original file and not in one that ComfyUI saved."""
         norms = (".query_norm.weight", ".key_norm.weight")
         return {f"{n.removesuffix('weight')}scale" if n.endswith(norms) else n: w for n, w in weights.items()}
-
-    @classmethod
-    def text_limits(cls, options: LoadOptions) -> dict[str, int | None]:
-        return {"tokenizer": None, "tokenizer_2": super().text_limits(options)["tokenizer"]}
 
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, pooled, _ = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)

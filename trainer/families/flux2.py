@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .base import Family, check_sides
 from .flux import LATENT_SIZE, set_even_times, vae_scale
+from .tokens import count_before_end
 
 
 class Flux2(Family):
@@ -28,6 +29,16 @@ class Flux2(Family):
     def least_length(cls) -> int:
         # The system message, which stands before the prompt, takes about 40 tokens.
         return 64
+
+    def count_tokens(self, tokenizer: str, text: str) -> int:
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+        processor = getattr(self.pipeline, tokenizer)
+        chat = format_input([text], system_message=self.pipeline.system_message)
+        (written,) = processor.apply_chat_template(chat, add_generation_prompt=False, tokenize=False)
+        tokens = processor.apply_chat_template(chat, add_generation_prompt=False, tokenize=True, return_dict=True)
+        inner = getattr(processor, "tokenizer", processor)
+        return count_before_end(inner, written, text.replace("[IMG]", ""), len(tokens["input_ids"][0]))
 
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, _ = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)
@@ -87,6 +98,11 @@ class Flux2Klein(Flux2):
     @classmethod
     def least_length(cls) -> int:
         return 1
+
+    def count_tokens(self, tokenizer: str, text: str) -> int:
+        inner, chat = getattr(self.pipeline, tokenizer), [{"role": "user", "content": text}]
+        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        return count_before_end(inner, inner.apply_chat_template(chat, **options), text)
 
     @property
     def is_distilled(self) -> bool:

@@ -64,15 +64,21 @@ class Loading:
 
     @classmethod
     def load(cls, path: str, options: LoadOptions, parts: str = "all") -> Family:
-        """Load a diffusers folder or hub id, frozen: all of it, its `encoders`, or its `denoiser` (with the VAE).
+        """Load a diffusers folder or hub id, frozen: all of it, or a part.
 
+        parts: `all`, `encoders` (with tokenizers), `denoiser` (with the VAE), or `tokenizers`, which has no weights.
         Weights are read from safetensors only, never from a pickle. Raises UserError for options that it has not.
         """
         import diffusers
 
         cls.check_options(options)
-        given: dict[str, Any] = dict.fromkeys([*cls.unused(options), *(cls.ENCODERS if parts == "denoiser" else ())])
-        given |= cls.without_transformer(path) if parts == "encoders" else cls.load_transformer(path, options)
+        left_out = {
+            "denoiser": cls.ENCODERS,
+            "tokenizers": [name for name in cls.ENCODERS if name.startswith("text_encoder")],
+        }
+        given: dict[str, Any] = dict.fromkeys([*cls.unused(options), *left_out.get(parts, ())])
+        whole = parts in ("all", "denoiser")
+        given |= cls.load_transformer(path, options) if whole else cls.without_transformer(path)
         pipeline = getattr(diffusers, cls.PIPELINE).from_pretrained(
             path,
             torch_dtype=options.dtype,

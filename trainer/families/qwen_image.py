@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import UserError
 from .base import Family, check_sides
 from .flux import LATENT_SIZE, mu_of, set_even_times
+from .tokens import count_before_end
 
 
 class QwenImage(Family):
@@ -24,6 +25,12 @@ class QwenImage(Family):
     PIPELINE = "QwenImagePipeline"
     TRANSFORMER = "QwenImageTransformer2DModel"
     LONGEST = 1024
+
+    def count_tokens(self, tokenizer: str, text: str) -> int:
+        # The template's beginning is dropped after encoding, and the limit is on what remains.
+        written = self.pipeline.prompt_template_encode.format(text)
+        dropped = self.pipeline.prompt_template_encode_start_idx
+        return count_before_end(getattr(self.pipeline, tokenizer), written, text) - dropped
 
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, mask = self.pipeline.encode_prompt(texts, max_sequence_length=self.max_sequence_length)

@@ -30,11 +30,6 @@ class SD3(Family):
         return ["text_encoder_3", "tokenizer_3"] if options.max_sequence_length == 0 else []
 
     @classmethod
-    def text_limits(cls, options: LoadOptions) -> dict[str, int | None]:
-        t5 = super().text_limits(options)["tokenizer"]
-        return {"tokenizer": None, "tokenizer_2": None} | ({"tokenizer_3": t5} if t5 else {})
-
-    @classmethod
     def without_transformer(cls, path: str) -> dict[str, Any]:
         # Without T5 the pipeline reads the width of its zeros from the transformer's config.
         from diffusers import SD3Transformer2DModel

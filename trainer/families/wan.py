@@ -82,6 +82,11 @@ class Wan(Family):
     def without_transformer(cls, path: str) -> dict[str, Any]:
         return super().without_transformer(path) | {"transformer_2": None}
 
+    def count_tokens(self, tokenizer: str, text: str) -> int:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        return super().count_tokens(tokenizer, prompt_clean(text))
+
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         embeds, _ = self.pipeline.encode_prompt(
             texts, do_classifier_free_guidance=False, max_sequence_length=self.max_sequence_length

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .base import Family, check_sides, pad
 from .flux import mu_of, set_even_times, vae_scale
+from .tokens import count_before_end
 
 
 class ZImage(Family):
@@ -23,6 +24,11 @@ class ZImage(Family):
     TRANSFORMER = "ZImageTransformer2DModel"
     # The rotary table has 1536 places along the text, and the image takes the one after it; both in steps of 32.
     LONGEST = 1504
+
+    def count_tokens(self, tokenizer: str, text: str) -> int:
+        inner, chat = getattr(self.pipeline, tokenizer), [{"role": "user", "content": text}]
+        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
+        return count_before_end(inner, inner.apply_chat_template(chat, **options), text)
 
     def encode_texts(self, texts: list[str]) -> dict[str, Tensor]:
         # The pipeline writes its chat template into the list it is given.
