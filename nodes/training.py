@@ -6,6 +6,7 @@ that equal settings give equal LoRAs.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ..sfgrpo.evaluate import Evaluation, evaluate
 from ..sfgrpo.export import fold
 from ..sfgrpo.loop import StepwiseGRPO
 from ..sfgrpo.lora import TARGETS, choose_targets
-from ..sfgrpo.lora_files.convert import factors_named
+from ..sfgrpo.lora_files.convert import doubts, factors_named
 from ..sfgrpo.lora_files.file import LoRAFile
 from ..sfgrpo.pictures import tile
 from ..sfgrpo.prompts import Prompt, pick_prompts
@@ -275,6 +276,8 @@ def training_lora(model, settings: Settings, continue_from: LoRAFile | None = No
                 f"{odd}); {do}"
             )
         load_factors(lora, given)
+        for words in doubts(continue_from):
+            logging.warning(words)
     return lora
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sfgrpo.export import fold
 from sfgrpo.lora import init_factors
-from sfgrpo.lora_files.convert import factors_named
+from sfgrpo.lora_files.convert import doubts, factors_named
 from sfgrpo.lora_files.file import read_lora as read_file
 from sfgrpo.prompts import Prompt
 
@@ -108,8 +108,10 @@ def lora_layers(family: Family) -> dict[str, LoraLayer]:
     return {n: m for n, m in family.transformer.named_modules() if isinstance(m, LoraLayer)}
 
 
-def add_lora(family: Family, config: LoRAConfig, seed: int) -> None:
+def add_lora(family: Family, config: LoRAConfig, seed: int) -> list[str]:
     """Put a LoRA on the transformer, A drawn from `seed` and B zero, or both from a file to continue from.
+
+    Returns what of that file is not proven, a sentence each.
 
     The factors are float32 and the only parameters with a gradient. Raises UserError for a file that does not fit.
     """
@@ -118,8 +120,7 @@ def add_lora(family: Family, config: LoRAConfig, seed: int) -> None:
         a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
         start = init_factors(family.export_name(name), config.rank, a.shape[1], b.shape[0], seed)
         a.data, b.data = start.a.to(a.device), start.b.to(b.device)
-    if config.continue_from is not None:
-        read_lora(family, config.continue_from)
+    return [] if config.continue_from is None else read_lora(family, config.continue_from)
 
 
 def attach_lora(family: Family, config: LoRAConfig) -> None:
@@ -145,20 +146,24 @@ def lora_state(family: Family, dtype: torch.dtype = torch.float32) -> dict[str, 
     return fold(factors, scale_of(family), dtype)
 
 
-def _read(path: Path, wanted: Iterable[str]) -> dict[str, Tensor]:
-    """A file of any dialect as canonical tensors, float32, its scale folded in. wanted: names of the model's layers."""
+def _read(path: Path, wanted: Iterable[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """A file of any dialect as canonical tensors, float32, its scale folded in, and what of it is not proven.
+
+    wanted: names of the model's layers.
+    """
     try:
-        return fold(factors_named(read_file(path), wanted), 1.0, torch.float32)
+        file = read_file(path)
+        return fold(factors_named(file, wanted), 1.0, torch.float32), doubts(file)
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
-def load_lora(family: Family, path: Path) -> None:
-    """Load a LoRA file of any dialect onto the transformer, at strength 1.0.
+def load_lora(family: Family, path: Path) -> list[str]:
+    """Load a LoRA file of any dialect onto the transformer, at strength 1.0; returns what of it is not proven.
 
     path: a file, or a folder of peft's. Raises UserError where it is missing, damaged or does not fit the model.
     """
-    state = _read(path, ())
+    state, unproven = _read(path, ())
     _check_widths(family, path, state)
     try:
         family.load_lora_weights(state, ADAPTER)
@@ -167,6 +172,7 @@ def load_lora(family: Family, path: Path) -> None:
         raise UserError(f"LoRA file {path} does not fit this model: {words}") from None
     if not lora_layers(family):
         raise UserError(f"LoRA file {path} has no weight for the transformer of this model")
+    return unproven
 
 
 def _check_widths(family: Family, path: Path, state: dict[str, Tensor]) -> None:
@@ -185,14 +191,16 @@ def _check_widths(family: Family, path: Path, state: dict[str, Tensor]) -> None:
             )
 
 
-def read_lora(family: Family, path: Path) -> None:
-    """Copy a LoRA file of any dialect onto the adapter.
+def read_lora(family: Family, path: Path) -> list[str]:
+    """Copy a LoRA file of any dialect onto the adapter; returns what of the file is not proven.
 
     path: a file, or a folder of peft's. Raises UserError where it is missing, damaged, of another rank or width, or of
     other modules.
     """
     wanted = lora_state(family)
-    state = _read(path, {key.removesuffix(".lora_A.weight") for key in wanted if key.endswith(".lora_A.weight")})
+    state, unproven = _read(
+        path, {key.removesuffix(".lora_A.weight") for key in wanted if key.endswith(".lora_A.weight")}
+    )
     if state.keys() != wanted.keys():
         odd = sorted(state.keys() ^ wanted.keys())[0]
         raise UserError(f"LoRA file {path} is for other modules than lora.targets names (first difference: {odd})")
@@ -204,3 +212,4 @@ def read_lora(family: Family, path: Path) -> None:
             raise UserError(f"LoRA file {path} has rank {len(a)}; set lora.rank to it")
         layer.lora_A[ADAPTER].weight.data.copy_(a)
         layer.lora_B[ADAPTER].weight.data.copy_(b.float() / scale_of(family))
+    return unproven

@@ -70,16 +70,16 @@ class Run:
         dtype, s = DTYPES[config.model.dtype], config.sampling
         self.prompts = prepared.prompts + prepared.eval_prompts
         self.eval_index = range(len(prepared.prompts), len(self.prompts))
+        self.remarks: list[str] = []
+        """What the user is told before the first iteration."""
         # One after the other: encoders and transformer need not fit beside each other.
-        self.cut: list[str] = []
-        """What is to be said of prompts that are too long."""
         conditioning = self._encode()
         self.family: Family = self._load("denoiser")
         self.latent_shape = self.family.latent_shape(s.height, s.width, s.frames)
         self.sigmas = self.family.sigmas(s.steps, s.height, s.width)
         self.eval_sigmas = self.family.sigmas(config.eval.steps or s.steps, s.height, s.width)
         self.policy = LoRAPolicy(self.family, conditioning, guidance=s.guidance, dtype=dtype)
-        add_lora(self.family, config.lora, config.seed)
+        self.remarks += add_lora(self.family, config.lora, config.seed)
         if config.model.gradient_checkpointing:
             self.family.transformer.enable_gradient_checkpointing()
             # diffusers checkpoints only in train mode; these transformers have no dropout that it would switch on.
@@ -133,7 +133,7 @@ class Run:
         guided = max(config.sampling.guidance, config.eval.guidance or 1.0) > 1
         family = self._load("encoders")
         if self.processes.is_main:
-            self.cut = cut_prompts(family, self.prompts, guided)
+            self.remarks += cut_prompts(family, self.prompts, guided)
         conditioning = encode_prompts(family, self.prompts, needed, guided)
         family.free_encoders()
         del family
@@ -265,7 +265,7 @@ class Run:
             disable=not self.processes.is_main,
         )
         try:
-            for words in self.cut:
+            for words in self.remarks:
                 self._say(f"warning: {words}")
             start = end = self.evaluate(0)
             begun = time.time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,7 +94,8 @@ def main(arguments: list[str]) -> int:
     family = load_model(model, options, "denoiser")
     height, width = (given or own for given, own in zip((args.height, args.width), family.native_size, strict=True))
     if args.lora is not None:
-        load_lora(family, args.lora)
+        for words in load_lora(family, args.lora):
+            print(f"sfgrpo: warning: {words}", file=sys.stderr)
     policy = LoRAPolicy(family, conditioning, guidance=args.guidance, dtype=dtype)
     jobs = [(i, seed) for i in range(len(prompts)) for seed in range(args.seeds)]
     images = torch.cat(

@@ -131,15 +131,18 @@ def _add_parts(parts: dict[str, _Part], layer: Layer, place: Place, b: Tensor, f
     """
     a = layer.a.float()
     for entry in place.entries:
-        part = parts.setdefault(place.name(entry.diffusers), _Part(entry, place.number))
-        kind = "fused" if len(place.entries) > 1 else "alone"
-        if kind in part.pairs:
-            name = place.name(entry.diffusers)
-            raise ValueError(f"LoRA file {file.name} has the layer {name} twice, in two dialects; choose another")
         try:
-            part.pairs[kind] = (a, cut(entry, b, a.shape[1]) if place.native else b)
+            rows = cut(entry, b, a.shape[1], mlp=layer.style != "xlabs") if place.native else b
         except ValueError as error:
             raise ValueError(f"LoRA file {file.name} is of another model: {error}") from None
+        if not len(rows):
+            continue
+        name = place.name(entry.diffusers)
+        part = parts.setdefault(name, _Part(entry, place.number))
+        kind = "fused" if len(place.entries) > 1 else "alone"
+        if kind in part.pairs:
+            raise ValueError(f"LoRA file {file.name} has the layer {name} twice, in two dialects; choose another")
+        part.pairs[kind] = (a, rows)
         if len({(x.shape[1], len(y)) for x, y in part.pairs.values()}) > 1:
             raise ValueError(
                 f"LoRA file {file.name} has two sizes of the layer {place.name(entry.diffusers)}; choose another"
@@ -223,6 +226,16 @@ def written(read: Read, dtype: torch.dtype | None = None) -> tuple[dict[str, Ten
     state = fold(loadable(read), 1.0, dtype or common_dtype(read.file))
     check_finite(state, read.file.name)
     return state, describe(read.file, state, read.family, "LoRA doctor")
+
+
+def doubts(file: LoRAFile) -> list[str]:
+    """What is not proven of a file that is used as it stands, a sentence each: its model, and its scale."""
+    try:
+        read = understand(file)
+    except UnknownModel:
+        return []
+    model = [f"LoRA file {file.name} may be of another model: {read.doubt}"] if read.doubt else []
+    return model + ([f"LoRA file {file.name} is taken at scale 1: {read.scale.doubt}"] if read.scale.doubt else [])
 
 
 def check_sure(read: Read) -> None:

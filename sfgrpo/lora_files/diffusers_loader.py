@@ -24,6 +24,9 @@ Known = Callable[[Layer, Place], bool]
 
 def in_diffusers(read: Read) -> Verdict:
     """What `load_lora_weights` of the model's pipeline in diffusers does with a file."""
+    table = peft_table(read.file)
+    if table and not any(key.startswith("transformer.") for key in table):
+        return _all(read, "its metadata (lora_adapter_metadata) lack the part of the transformer")
     rules = {"flux1": _flux1, "chroma": _flux1, "flux2": _flux2, "qwen_image": _qwen, "z_image": _z_image, "wan": _wan}
     return (rules | {"lumina2": _lumina2}).get(read.family.key, _plain)(read)
 
@@ -34,11 +37,16 @@ def _all(read: Read, why: str) -> Verdict:
 
 
 def _some(read: Read, known: Known, why: str, *, alphas: bool) -> Verdict:
-    """Layers for which known(layer, place) are loaded; alphas: with their alpha tensors, else at scale 1."""
+    """Layers for which known(layer, place) are loaded; alphas: with their alpha tensors, else at scale 1.
+
+    The alpha of lora_adapter_metadata comes on top, also after a conversion.
+    """
     verdict = Verdict()
+    table = peft_table(read.file)
     for layer, place in read.layers:
         if known(layer, place):
-            verdict.add(read, layer, layer.alpha / layer.rank if alphas and layer.alpha is not None else 1.0)
+            scale = layer.alpha / layer.rank if alphas and layer.alpha is not None else 1.0
+            verdict.add(read, layer, scale * diffusers_scale(read.file).of(layer) if table else scale)
         else:
             verdict.fails[layer.key] = why
     return verdict
@@ -118,7 +126,15 @@ def _flux1(read: Read) -> Verdict:
             return _some(read, lambda la, p: la.prefix == "transformer." and _own(la, p), NO_PREFIX, alphas=False)
         return _flux1_onetrainer(read) if _begins(read, "lora_transformer_") else _flux1_kohya(read)
     if _any(read, "processor"):
-        return _all(read, "it takes the file for one of XLabs', and does not know these names")
+        return _some(
+            read,
+            lambda la, p: (
+                (la.style == "xlabs" and la.prefix in ("", "diffusion_model."))
+                or (la.style == "lora_A" and la.prefix == "transformer." and _own(la, p))
+            ),
+            "it takes the file for one of XLabs', and does not know this name",
+            alphas=False,
+        )
     if _any(read, "base_model"):
         return _all(read, "it takes a file of raw peft for another dialect, and refuses it")
     if read.family.key == "chroma":

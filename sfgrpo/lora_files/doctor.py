@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .convert import Read, understand, warnings
 from .diffusers_loader import in_diffusers
@@ -40,6 +40,8 @@ class Report:
     """Why it may be of another model than `family`; a clause, empty where nothing says so."""
     total: int = 0
     """Layers in the file, those of no layer of the family among them."""
+    for_others: dict[str, tuple[Verdict, Verdict]] = field(default_factory=dict)
+    """Title of a family of `also` -> what ComfyUI and diffusers make of the file for it."""
 
     @property
     def healthy(self) -> bool:
@@ -47,7 +49,11 @@ class Report:
         return (
             not self.doubt
             and self.layers == self.total
-            and all(not v.fails and all(_is_one(r) for r in v.ratios) for v in (self.comfyui, self.diffusers))
+            and all(
+                not v.fails and all(_is_one(r) for r in v.ratios)
+                for pair in ((self.comfyui, self.diffusers), *self.for_others.values())
+                for v in pair
+            )
         )
 
     def text(self) -> str:
@@ -62,8 +68,7 @@ class Report:
             f"written as: {self.dialect}",
             f"layers: {self.layers}{f' of {self.total}' if self.total != self.layers else ''}, rank {ranks}",
             f"alpha: {self.alpha}; its trainer meant B A times {scales}",
-            f"ComfyUI at strength 1.0: {_in_words(self.comfyui)}",
-            f"diffusers at strength 1.0: {_in_words(self.diffusers)}",
+            *self._verdicts(),
             *self.left_out,
         ]
         if self.dialect.startswith("raw peft without"):
@@ -77,6 +82,19 @@ class Report:
             lines.append("to do: convert it; the result loads in both at 1.0")
         return "\n".join(lines)
 
+    def _verdicts(self) -> list[str]:
+        """What the two loaders do, for each family where that differs."""
+        pairs = {self.family: (self.comfyui, self.diffusers), **self.for_others}
+        lines = []
+        for i, loader in enumerate(("ComfyUI", "diffusers")):
+            said: dict[str, list[str]] = {}
+            for title, pair in pairs.items():
+                said.setdefault(_in_words(pair[i]), []).append(title)
+            for words, titles in said.items():
+                of = f", if it is of {' or '.join(titles)}" if len(said) > 1 else ""
+                lines.append(f"{loader} at strength 1.0{of}: {words}")
+        return lines
+
 
 def report(file: LoRAFile, *, alpha: float | None = None, model: str | None = None) -> Report:
     """Examine a file.
@@ -85,6 +103,7 @@ def report(file: LoRAFile, *, alpha: float | None = None, model: str | None = No
     """
     read = understand(file, alpha=alpha, model=model)
     layers = [layer for layer, _ in read.layers]
+    others = [understand(file, alpha=alpha, model=family.key) for family in read.also]
     return Report(
         name=file.name,
         family=read.family.title,
@@ -100,6 +119,7 @@ def report(file: LoRAFile, *, alpha: float | None = None, model: str | None = No
         diffusers=in_diffusers(read),
         left_out=warnings(read),
         doubt=read.doubt,
+        for_others={other.family.title: (in_comfyui(other), in_diffusers(other)) for other in others},
     )
 
 
@@ -109,6 +129,8 @@ def dialect(read: Read) -> str:
     software = read.file.metadata.get("software", "")
     if software.startswith("stepwise-grpo"):
         return f"this project's ({software})"
+    if any(la.style == "xlabs" for la, _ in read.layers):
+        return "XLabs, native blocks with processors' names"
     native = any(p.native and not p.name(p.entries[0].diffusers) == la.name for la, p in read.layers)
     names = "native names" if native else "diffusers' names"
     if layer.prefix.startswith("base_model."):

@@ -60,6 +60,10 @@ def read_lora(path: str | Path, name: str | None = None) -> LoRAFile:
     return LoRAFile(name, tensors, metadata, config)
 
 
+CONTROL = (
+    "is a control LoRA: it widens a layer of the model for a second picture, which A and B do not say; load it as "
+    "it is, with the model that it is for"
+)
 OTHER_KINDS = {
     "dora_scale": "is a DoRA: its magnitudes cannot be folded into A and B without the weights of the base model",
     "lora_magnitude_vector": "is a DoRA: its magnitudes cannot be folded into A and B without the weights of the base "
@@ -69,6 +73,8 @@ OTHER_KINDS = {
     "lora_mid": "is a LoCon with middle factors of convolutions, which these models do not have",
     "oft_blocks": "is an OFT (rotations of weights), which is no sum with the weights",
     "oft_diag": "is an OFT (rotations of weights), which is no sum with the weights",
+    "reshape_weight": CONTROL,
+    "norm.query_norm.scale": CONTROL,
 }
 
 
@@ -79,7 +85,7 @@ def check_names(names: Mapping[str, object]) -> None:
         raise ValueError("holds no LoRA: it is empty")
     for part, what in OTHER_KINDS.items():
         if any(part in n for n in names):
-            raise ValueError(f"{what}; use a plain LoRA")
+            raise ValueError(what if what is CONTROL else f"{what}; use a plain LoRA")
     if any("lora" in n.lower() for n in names):
         return
     if any(n in ("emb_params", "string_to_param", "clip_l", "clip_g", "t5xxl") for n in names):

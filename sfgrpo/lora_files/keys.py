@@ -28,13 +28,27 @@ STYLES = {
 }
 """Spelling -> patterns of the ends of the keys of A and B."""
 
+XLABS = {
+    "qkv_lora1": "img_attn.qkv",
+    "qkv_lora2": "txt_attn.qkv",
+    "proj_lora1": "img_attn.proj",
+    "proj_lora2": "txt_attn.proj",
+    "qkv_lora": "linear1",
+    "proj_lora": "linear2",
+}
+"""XLabs' names of FLUX.1's layers, behind `<block>.processor.` -> native names; their linear1 lacks the MLP's rows."""
+
 PREFIXES = (
+    "pipe.dit.",
     "base_model.model.transformer.",
     "base_model.model.diffusion_model.",
     "base_model.model.",
     "model.diffusion_model.",
     "diffusion_model.",
     "transformer.",
+    "transformer_2.",
+    "module.",
+    "dit.",
     "lora_unet__",
     "lora_unet_",
     "lora_transformer_",
@@ -56,7 +70,7 @@ class Layer:
     prefix: str
     name: str
     style: str
-    """Of STYLES."""
+    """Of STYLES, or xlabs."""
     a: Tensor
     """(rank, in)."""
     b: Tensor
@@ -122,7 +136,11 @@ def parse(file: LoRAFile) -> Parsed:
             )
         alpha = _alpha(file.tensors[keys[2]], keys[2], file) if len(keys) == 3 else None
         prefix = next(p for p in PREFIXES if base.startswith(p))
-        parsed.layers.append(Layer(base, prefix, base[len(prefix) :], parts["A"][1], a, b, alpha, keys))
+        name, style = base[len(prefix) :].replace("_orig_mod.", ""), parts["A"][1]
+        if style == "xlabs":
+            block, part = name.split("processor.")
+            name = block + XLABS[part]
+        parsed.layers.append(Layer(base, prefix, name, style, a, b, alpha, keys))
     parsed.left_out |= dict.fromkeys(alphas.values(), "an alpha without factors")
     if not parsed.layers:
         key, why = next(iter(parsed.left_out.items()))
@@ -132,6 +150,9 @@ def parse(file: LoRAFile) -> Parsed:
 
 def _split(key: str) -> tuple[str, str, str]:
     """(layer, style, A or B) of a key; part is empty where it is no factor."""
+    found = re.search(rf"processor\.({'|'.join(XLABS)})\.(down|up)\.weight$", key)
+    if found:
+        return key[: found.end(1)], "xlabs", "A" if found[2] == "down" else "B"
     for style, patterns in STYLES.items():
         for part, pattern in zip("AB", patterns, strict=True):
             found = re.search(pattern + "$", key)

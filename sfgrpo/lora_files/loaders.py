@@ -12,6 +12,11 @@ from .convert import Read
 from .keys import Layer
 from .names import Place
 
+USO = ("single_blocks.37.processor.qkv_lora.up.weight", "double_blocks.18.processor.qkv_lora2.up.weight")
+"""Keys by which ComfyUI knows a file in XLabs' names for one of USO's, the only ones in these names that it reads."""
+WAN_FUN = "lora_unet__blocks_0_cross_attn_k.lora_down.weight"
+"""The key by which ComfyUI knows a file of Wan-Fun's."""
+
 
 @dataclass
 class Verdict:
@@ -34,8 +39,11 @@ class Verdict:
 def in_comfyui(read: Read) -> Verdict:
     """What ComfyUI's LoRA loaders do."""
     verdict = Verdict()
+    uso = all(key in read.file.tensors for key in USO)
     for layer, place in read.layers:
-        if layer.key not in comfyui_names(read, place) or layer.style == "lora_A.adapter":
+        if uso and layer.style == "xlabs" and not layer.prefix:
+            verdict.add(read, layer, 1.0)
+        elif layer.key not in comfyui_names(read, place) or layer.style in ("lora_A.adapter", "xlabs"):
             verdict.fails[layer.key] = "it has no such name for this model"
         else:
             verdict.add(read, layer, 1.0 if layer.alpha is None else layer.alpha / layer.rank)
@@ -46,7 +54,7 @@ def comfyui_names(read: Read, place: Place) -> set[str]:
     """All names by which ComfyUI knows a layer."""
     family, native = read.family, place.name(place.entries[0].native)
     names = {f"diffusion_model.{native}", f"lora_unet_{native.replace('.', '_')}"}
-    if family.key == "wan":
+    if family.key == "wan" and WAN_FUN in read.file.tensors:
         names.add(f"lora_unet__{native.replace('.', '_')}")
     for entry in place.entries:
         if family.comfy_has(entry):

@@ -86,10 +86,11 @@ def _templates(name: str) -> Iterator[tuple[str, str]]:
         yield f"{name[: found.start()]}{{}}{name[found.end() :]}", found.group()
 
 
-def cut(entry: Entry, b: Tensor, width: int) -> Tensor:
+def cut(entry: Entry, b: Tensor, width: int, *, mlp: bool = True) -> Tensor:
     """Rows of a native factor B (out, rank) that are diffusers' layer; width: the layer's inputs.
 
-    Raises ValueError where the rows do not divide so.
+    mlp: whether linear1 has rows of the feed-forward; without, those are none. Raises ValueError where the rows do not
+    divide so.
     """
     if entry.rows in ("swap", "swap_last"):
         return _swapped(b) if entry.rows == "swap" or len(b) == 2 * width else b
@@ -98,7 +99,8 @@ def cut(entry: Entry, b: Tensor, width: int) -> Tensor:
     part = entry.rows.removeprefix("1")
     rest = len(b) - width
     sizes = [width, width, width, len(b) - 3 * width] if entry.rows[0] == "1" else [width, rest // 2, rest // 2]
-    if min(sizes) <= 0 or sum(sizes) != len(b):
+    good = min(sizes) > 0 if mlp or entry.rows[0] != "1" else sizes[3] == 0
+    if not good or sum(sizes) != len(b):
         raise ValueError(f"{len(b)} rows of {entry.native} do not divide into q, k and v of width {width}")
     return b.split(sizes)[["q", "k", "v", "mlp"].index(part)]
 

@@ -17,7 +17,7 @@ from sfgrpo.lora_files.families import FAMILIES
 from sfgrpo.lora_files.file import read_lora
 from sfgrpo.lora_files.loaders import in_comfyui
 from sfgrpo.lora_files.merge import merge
-from tests.lora_dialects import ALPHA, DIALECTS, RANK, write
+from tests.lora_dialects import ALPHA, DIALECTS, RANK, Dialect, write
 from tests.lora_extras import EXTRAS
 from tests.lora_models import (
     SMALL,
@@ -222,6 +222,53 @@ def test_a_fused_layer_and_its_parts_are_added_as_comfyui_does(comfy, key, tmp_p
     assert lines == []
     torch.testing.assert_close(weights[f"{fused}.weight"], wanted)
     torch.testing.assert_close(loaded_in_diffusers(key, tmp_path / "new.safetensors")[part], wanted[:inside])
+
+
+@pytest.mark.parametrize("uso", [False, True])
+def test_xlabs_files(comfy, uso, tmp_path):
+    """Their linear1 has no rows of the MLP. ComfyUI reads them where two keys say that they are USO's."""
+    width = 128
+    sizes = {f"double_blocks.0.processor.{x}_lora{i}": n * width for i in (1, 2) for x, n in (("qkv", 3), ("proj", 1))}
+    sizes |= {"single_blocks.1.processor.qkv_lora": 3 * width}
+    if uso:
+        sizes |= {"single_blocks.37.processor.qkv_lora": 3 * width, "double_blocks.18.processor.qkv_lora2": 3 * width}
+    state, meant = write(
+        Dialect(True, "", ".down.weight", ".up.weight"), {name: (width, rows) for name, rows in sizes.items()}
+    )
+    proj, more = write(
+        Dialect(True, "", ".down.weight", ".up.weight"), {"single_blocks.1.processor.proj_lora": (5 * width, width)}
+    )
+    save_file(state | proj, tmp_path / "x.safetensors")
+    read = understand(read_lora(tmp_path / "x.safetensors"))
+    assert read.family.key == "flux1" and set(in_diffusers(read).ratios) == {1.0} and not in_diffusers(read).fails
+    assert len(in_comfyui(read).loads) == (8 if uso else 0)
+    block, single = "transformer_blocks.0.attn", "single_transformer_blocks.1"
+    rows = meant["single_blocks.1.processor.qkv_lora"].split(width)
+    wanted = {f"{single}.attn.to_{x}": v for x, v in zip("qkv", rows, strict=True)}
+    wanted |= {f"{single}.proj_out": more["single_blocks.1.processor.proj_lora"]}
+    wanted |= {f"{block}.to_out.0": meant["double_blocks.0.processor.proj_lora1"]}
+    wanted |= {f"{block}.to_add_out": meant["double_blocks.0.processor.proj_lora2"]}
+    for i, names in ((1, ("to_q", "to_k", "to_v")), (2, ("add_q_proj", "add_k_proj", "add_v_proj"))):
+        rows = meant[f"double_blocks.0.processor.qkv_lora{i}"].split(width)
+        wanted |= {f"{block}.{name}": v for name, v in zip(names, rows, strict=True)}
+    assert_same(loaded_in_diffusers("flux1", tmp_path / "x.safetensors"), wanted)
+    new, metadata = convert(read_lora(tmp_path / "x.safetensors"), model="flux1")
+    save_lora(new, tmp_path / "new.safetensors", metadata)
+    assert_same(loaded_in_diffusers("flux1", tmp_path / "new.safetensors"), wanted)
+    weights, _ = comfy.load("flux1", tmp_path / ("x.safetensors" if uso else "new.safetensors"))
+    linear1 = weights["single_blocks.1.linear1.weight"]
+    torch.testing.assert_close(linear1[: 3 * width], meant["single_blocks.1.processor.qkv_lora"])
+    assert not linear1[3 * width :].any()
+
+
+def test_control_loras_are_refused(tmp_path):
+    """They widen a layer, which no A and B say."""
+    state, _ = write(DIALECTS["native"], {"img_in": (128, 128)})
+    for more in ({"diffusion_model.img_in.reshape_weight": torch.tensor([128, 128])},
+                 {"single_blocks.0.norm.query_norm.scale": torch.ones(32)}):  # fmt: skip
+        save_file(state | more, tmp_path / "x.safetensors")
+        with pytest.raises(ValueError, match="is a control LoRA: it widens a layer"):
+            read_lora(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("key", SMALL)

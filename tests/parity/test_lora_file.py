@@ -253,7 +253,7 @@ def test_a_file_for_another_model_is_refused(adapted, embedded, random_sd3, tmp_
     save_lora(lora_state(trained(random_sd3, "attention")), path, {})
     with pytest.raises(UserError, match="lora.safetensors"):
         read_lora(adapted, path)
-    with pytest.raises(UserError, match="does not fit this model"):
+    with pytest.raises(UserError, match="is for a model of another width"):
         load_lora(load(embedded), path)
 
 
