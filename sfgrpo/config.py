@@ -45,7 +45,8 @@ class GRPOConfig:
     clip_range: float = 1e-3
     """eps of the clipped ratio; belongs to log-probabilities averaged over elements."""
     kl_weight: float = 0.0
-    """beta of the KL term to the adapter-off model; 0 spares its forward pass."""
+    """beta of the KL term to the adapter-off model, in Flow-GRPO's convention (its 0.01 to 0.04 mean the same here); 0
+    spares its forward pass."""
     updates: int = 1
     """Optimizer steps an iteration; each takes its share of the prompts."""
     max_grad_norm: float = 1.0

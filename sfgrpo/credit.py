@@ -13,6 +13,11 @@ All stds are population stds. The gains of a trajectory telescope: their sum is 
 std 0 get advantage 0. Rewards that are NaN or infinite are left out of every statistic, and the steps that they
 touch get advantage 0.
 
+So are steps without noise, whose gains no action of the policy's has earned: all means, stds and running means are
+over the noisy steps, with which k ranges in the formulas above. With a window of 2 late steps of 10 the large gains
+of the early ones would else make every advantage negative. The sums of `gain_gae` still go to the end of the
+trajectory: what a noisy step did shows in the steps after it, noisy or not.
+
 Of several rewards r_j with weights w_j, credit is taken of r = sum_j w_j r_j (`mix` = sum, as in the paper), or of
 each, A = sum_j w_j A_j / sum_j |w_j| (`each`): then a reward counts by its weight and not by its spread, which is
 another in every group.
@@ -33,6 +38,15 @@ CREDITS = ("uniform", "gain", "gain_centred", "gain_per_step", "gain_ema", "gain
 
 MIXES = ("sum", "each")
 
+DIMENSIONS = {
+    "gain": ((1, 2), (1, 2)),
+    "gain_centred": ((1,), (1, 2)),
+    "gain_per_step": ((1,), (1,)),
+    "gain_ema": ((1, 2), (1, 2)),
+    "gain_gae": ((1, 2), (1, 2)),
+}
+"""Credit -> what of (G, N, T) its mean and its std are taken over."""
+
 STD_FLOOR = 1e-6
 """Rewards that spread by less than this share of their size (at least 1) are equal: the spread is rounding."""
 
@@ -42,17 +56,18 @@ class Credit:
     """Advantages of G groups of N members over T steps."""
 
     advantages: Tensor
-    """(G, N, T) float32; finite."""
+    """(G, N, T) float32; finite, and 0 on steps without noise."""
     gains: Tensor
     """(G, N, T) float32; NaN where a reward was not finite, (G, N, 0) where only the last was computed."""
     valid: Tensor
     """(G, N, T) bool: False where a reward that the advantage needs was not finite."""
     alive: Tensor
-    """(G,) bool: False for a group without signal, whose advantages on the noisy steps are all 0."""
+    """(G,) bool: False for a group without signal, whose advantages are all 0."""
     dropped: int
     """Number of rewards that were NaN or infinite."""
     ema: Tensor | None = None
-    """(T,) running mean of the gains after this iteration (`gain_ema`), to be passed to the next."""
+    """(T,) running mean of the gains after this iteration (`gain_ema`), to be passed to the next; NaN for steps that
+    never had noise."""
 
 
 def step_gains(rewards: Tensor) -> Tensor:
@@ -101,37 +116,44 @@ def assign_credit(
     dropped = int((~torch.isfinite(rewards)).sum())
     gains = step_gains(rewards)
     finite = torch.isfinite(gains)
+    length = gains.shape[-1] if method != "uniform" or steps is None else steps
+    noisy = torch.ones(length, dtype=torch.bool) if noisy is None else noisy.cpu()
     size = torch.where(torch.isfinite(rewards), rewards, 0.0).abs().amax((1, 2), keepdim=True)
     floor = STD_FLOOR * size.clamp(min=1)
     if method == "uniform":
         final = rewards[..., -1:]
         ok = torch.isfinite(final)
-        shape = (groups, members, gains.shape[-1] if steps is None else steps)
-        advantages, valid = normalise(final, ok, (1,), (1,), floor).expand(shape), ok.expand(shape)
-    elif method == "gain_centred":
-        advantages, valid = normalise(gains, finite, (1,), (1, 2), floor), finite
-    elif method == "gain_per_step":
-        advantages, valid = normalise(gains, finite, (1,), (1,), floor), finite
+        advantages, valid = normalise(final, ok, (1,), (1,), floor), ok.expand(groups, members, length)
     else:
         values, valid = gains, finite
         if method == "gain_ema":
-            count = finite.sum((0, 1))
-            mean = torch.where(finite, gains, 0.0).sum((0, 1)) / count.clamp(min=1)
-            moved = mean if ema is None else ema_decay * ema.double() + (1 - ema_decay) * mean
-            ema = moved if ema is None else torch.where(count > 0, moved, ema.double())
+            ema = running_mean(gains, finite & noisy, ema, ema_decay)
             values = gains - ema
         elif method == "gain_gae":
             values, valid = discounted_sums(gains, gae_lambda), _all_later(finite)
-        advantages = normalise(values, valid, (1, 2), (1, 2), floor)
-    signal = advantages != 0 if noisy is None else (advantages != 0) & noisy
+        means, stds = DIMENSIONS[method]
+        advantages = normalise(values, valid & noisy, means, stds, floor)
+    advantages = torch.where(noisy, advantages, 0.0)
     return Credit(
         advantages=advantages.float(),
         gains=gains.float(),
         valid=valid,
-        alive=signal.flatten(1).any(1),
+        alive=(advantages != 0).flatten(1).any(1),
         dropped=dropped,
         ema=ema if method == "gain_ema" else None,
     )
+
+
+def running_mean(gains: Tensor, counted: Tensor, before: Tensor | None, decay: float) -> Tensor:
+    """The mean gain of each step (T,) over iterations, from the entries of `counted` (G, N, T).
+
+    before: of the iteration before; NaN for a step that was never counted, which starts at its first mean.
+    """
+    count = counted.sum((0, 1))
+    mean = torch.where(counted, gains, 0.0).sum((0, 1)) / count.clamp(min=1)
+    before = torch.full_like(mean, torch.nan) if before is None else before.double()
+    moved = torch.where(before.isnan(), mean, decay * before + (1 - decay) * mean)
+    return torch.where(count > 0, moved, before)
 
 
 def mix_credits(credits: Sequence[Credit], weights: Sequence[float], total: Tensor, noisy: Tensor) -> Credit:

@@ -60,9 +60,14 @@ class Transition:
         density = -0.5 * z.square() - torch.log(self.std) - 0.5 * math.log(2 * math.pi)
         return density.flatten(1).mean(dim=1)
 
-    def kl(self, reference: Transition) -> Tensor:
-        """KL divergence to a Gaussian of the same std, |mean - mean_ref|^2 / 2 std^2, averaged as log_prob is, (B,)."""
-        return ((self.mean - reference.mean).square() / (2 * self.std.square())).flatten(1).mean(dim=1)
+    def kl(self, reference: Transition, span: Tensor | float) -> Tensor:
+        """KL to a Gaussian of the same std for a step of `span` = t - s, averaged as log_prob is, (B,).
+
+        |mean - mean_ref|^2 / 2 a^2 with a = std / sqrt(span), the noise per root of time: Flow-GRPO's convention, in
+        which its published weights are given. It is the KL divergence times `span`.
+        """
+        rate = self.std.square() / expand(span, self.mean)
+        return ((self.mean - reference.mean).square() / (2 * rate)).flatten(1).mean(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """The objective of one update: clipped surrogate and KL to the reference, over steps of trajectories.
 
     J = mean over all (i, k) of  w_k min(rho A, clip(rho, 1 - eps, 1 + eps) A) - beta KL
-    rho = exp(logp_new - logp_old),   KL = |mu - mu_ref|^2 / 2 std^2,   both averaged over a latent's elements
+    rho = exp(logp_new - logp_old),   KL = |mu - mu_ref|^2 / 2 a^2,   both averaged over a latent's elements
 
-(PPO's surrogate as Flow-GRPO uses it.) The log-ratio is clamped before exp, so that one bad step cannot become inf or
+(PPO's surrogate as Flow-GRPO uses it; a = std / sqrt(t - s) is the noise per root of time, Flow-GRPO's std_dev_t, so
+that its beta and ours are the same.) The log-ratio is clamped before exp, so that one bad step cannot become inf or
 NaN. Step weights `std`: w_k = std_k / mean std over the trained steps; d log p / d theta grows as 1 / std, so without
 them the late, quiet steps dominate (TempFlow-GRPO's noise weighting). A group without signal contributes nothing, the
 KL term included; it still counts in the mean, so that the other groups weigh the same whatever became of it.

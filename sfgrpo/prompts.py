@@ -23,8 +23,9 @@ MOST_NESTED = 64
 
 ARRAY = 'is a JSON array; a .jsonl file needs an object with "prompt" a line, without brackets or commas between lines'
 
-OPTION = re.compile(r"\s--(?:[whdsf]\s+\d+|(?:l|g|fs)\s+\d+(?:\.\d+)?|n\s+\S.*)\s*$")
-"""At the end of a line: the options of sample prompts as kohya's and musubi's trainers read them."""
+_KNOWN = r"--(?:(?:[whdsflg]|fs|ar)[\s=]+[-+]?\.?\d\S*|n\s+\S.*?|(?:i|ci|cn)\s+\S+\.\w{2,4})"
+OPTION = re.compile(rf"(?<=\s){_KNOWN}(?:\s+(?:{_KNOWN}|--\w+[\s=]+\S+))*\s*$")
+"""At the end of a line: options of sample prompts as kohya's and musubi's trainers, or Midjourney, read them."""
 
 COMMENT = re.compile(r"#+(?:\s|$)")
 """At the start of a line. "#1 fan" is a prompt."""
@@ -103,7 +104,7 @@ def _from_text(line: str, where: str) -> Prompt:
     option = OPTION.search(line)
     if option is not None:
         raise ValueError(
-            f"{where}: ends in {option[0].strip()[:40]!r}, an option of sample prompts, which would be trained on as "
+            f"{where}: ends in {option[0].strip()[:40]!r}, options of sample prompts, which would be trained on as "
             "text; remove the options, set size, steps and guidance in [sampling], and give negative prompts in a "
             ".jsonl file"
         )

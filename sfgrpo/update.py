@@ -40,7 +40,7 @@ class StepLosses:
 
     surrogate: Loss
     kl: Tensor | None
-    """(M,) KL to the adapter-off model; None without a KL term."""
+    """(M,) KL to the adapter-off model, as `Transition.kl` has it; None without a KL term."""
     drift: Tensor
     """(M,) |log-probability here - that of the rollout|, detached; rounding alone while the policy is unchanged."""
 
@@ -73,7 +73,7 @@ def policy_loss(
     if config.kl_weight > 0:
         with torch.no_grad():
             reference = config.kernel.transition(x, policy.reference_velocity(x, t, c), t, s)
-        kl = transition.kl(reference)
+        kl = transition.kl(reference, t - s)
     log_prob, rollout_log_prob = transition.log_prob(x_next), trajectory.log_probs[row, step].to(device)
     loss = surrogate_loss(
         log_prob,

@@ -28,7 +28,7 @@ USAGE = """usage: sfgrpo COMMAND ...
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(given: list[str] | None = None) -> int:
     """Run one command; returns the exit code.
 
     0; 2 for a mistake of the user's; 1 for a file that cannot be written; 130 for Ctrl-C, 143 for SIGTERM, 129 for
@@ -36,12 +36,19 @@ def main(arguments: list[str] | None = None) -> int:
     """
     # What libraries warn of when they are imported (torchao, bitsandbytes) is not for who trains.
     logging.disable(logging.WARNING)
-    with lasting_output():
-        return _main(arguments)
-
-
-def _main(given: list[str] | None) -> int:
     arguments = sys.argv[1:] if given is None else given
+    with lasting_output():
+        code = _main(arguments, given is None)
+        sys.stdout.flush()
+        # What a run prints is beside its work; what the other commands print is their work.
+        if not code and sys.stdout.error is not None and arguments[:1] not in (["train"], ["demo"]):
+            why = sys.stdout.error.strerror or sys.stdout.error
+            print(f"sfgrpo: error: cannot write the output: {why}", file=sys.stderr)
+            return 1
+        return code
+
+
+def _main(arguments: list[str], of_process: bool) -> int:
     commands = {"demo": demo, "train": train, "sample": sample, "lora": lora, "selftest": selftest, "reward": reward}
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
@@ -59,7 +66,7 @@ def _main(given: list[str] | None) -> int:
     except Stopped as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"sfgrpo: {stop.words}", file=sys.stderr)
-        if given is None:
+        if of_process:
             # The interpreter's own end would wait for a reward that hangs in a thread.
             sys.stdout.flush()
             sys.stderr.flush()

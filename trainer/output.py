@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ class Output:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.error: OSError | None = None
+        """What went wrong first, where it was not that the reader went away."""
 
     def write(self, text: str) -> int:
         """Write, or drop the text where nobody can read it; returns its length."""
@@ -39,6 +42,8 @@ class Output:
         """Send what follows, and what is still in buffers, to nowhere."""
         if isinstance(error, (UnicodeError, BlockingIOError)):
             return  # this text is lost; the next may be written
+        if isinstance(error, OSError) and error.errno not in (errno.EPIPE, errno.EIO, errno.EBADF):
+            self.error = self.error or error
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             try:

@@ -235,7 +235,8 @@ def doubts(file: LoRAFile) -> list[str]:
     except UnknownModel:
         return []
     model = [f"LoRA file {file.name} may be of another model: {read.doubt}"] if read.doubt else []
-    return model + ([f"LoRA file {file.name} is taken at scale 1: {read.scale.doubt}"] if read.scale.doubt else [])
+    scale = f"LoRA file {file.name} is taken at scale 1: {read.scale.doubt}; `sfgrpo lora convert` writes it with it"
+    return model + ([scale] if read.scale.doubt else [])
 
 
 def check_sure(read: Read) -> None:
@@ -243,7 +244,7 @@ def check_sure(read: Read) -> None:
     if read.doubt:
         raise ValueError(
             f"LoRA file {read.file.name} may be of another model: {read.doubt}; if you know that it is of "
-            f"{read.family.title}, set the model to {read.family.key}"
+            f"{read.family.title}, say so (--model {read.family.key}; `model` of the node)"
         )
 
 

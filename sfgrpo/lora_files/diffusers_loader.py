@@ -19,6 +19,8 @@ NO_PREFIX = "it reads only keys that begin with `transformer.` and the dialects 
 LINEAR_LAYER = "it cannot read `lora_linear_layer` any more"
 DOWN, UP = ".lora_down.weight", ".lora_up.weight"
 
+CLIP = ("lora_te_", "lora_te1_", "text_encoders.clip_l.transformer.")
+
 Known = Callable[[Layer, Place], bool]
 
 
@@ -106,12 +108,14 @@ def _behind_transformer(read: Read, encoders: tuple[str, ...], alphas: bool = Fa
             return _all(read, f"its metadata (lora_adapter_metadata) lack the part of {start.removesuffix('.')}")
     if table and alphas and _any(read, "alpha"):
         return _all(read, "it refuses a file with both alpha tensors and lora_adapter_metadata")
+    # Where there are alpha tensors, a layer without one gets the first of them.
+    told = [v for k, v in read.file.tensors.items() if k.startswith("transformer.") and "alpha" in k] if alphas else []
     verdict = Verdict()
     for layer, place in read.layers:
         if layer.prefix != "transformer." or not _own(layer, place) or layer.style not in ("lora_A", "lora.down"):
             verdict.fails[layer.key] = NO_PREFIX
-        elif alphas and layer.alpha is not None:
-            verdict.add(read, layer, layer.alpha / layer.rank)
+        elif told:
+            verdict.add(read, layer, (float(told[0]) if layer.alpha is None else layer.alpha) / layer.rank)
         else:
             verdict.add(read, layer, diffusers_scale(read.file).of(layer) if table else 1.0)
     return verdict
@@ -124,6 +128,8 @@ def _flux1(read: Read) -> Verdict:
             if "lora_linear_layer" in _styles(read):
                 return _all(read, LINEAR_LAYER)
             return _some(read, lambda la, p: la.prefix == "transformer." and _own(la, p), NO_PREFIX, alphas=False)
+        if read.family.key == "chroma" and _begins(read, *CLIP):
+            return _all(read, "it refuses a file with a LoRA of a text encoder that the model does not have")
         return _flux1_onetrainer(read) if _begins(read, "lora_transformer_") else _flux1_kohya(read)
     if _any(read, "processor"):
         return _some(
@@ -175,8 +181,7 @@ def _flux1_kohya(read: Read) -> Verdict:
         for la, p in read.layers
     ):
         return _all(read, "it refuses a file with names that it does not know")
-    clip = ("lora_te_", "lora_te1_", "text_encoders.clip_l.transformer.")
-    if _begins(read, *clip) and not any(key.startswith(clip) and "out_proj" in key for key in read.file.tensors):
+    if _begins(read, *CLIP) and not any(key.startswith(CLIP) and "out_proj" in key for key in read.file.tensors):
         return _all(read, "it refuses a file with an unusual part of the text encoder (without its out_proj)")
     return _some(read, lambda _, p: _in_block(p), "its conversion drops layers outside the blocks", alphas=True)
 

@@ -74,7 +74,9 @@ class Report:
         if self.dialect.startswith("raw peft without"):
             lines.append("if it was trained with another alpha than the rank, put its adapter_config.json beside it")
         if self.doubt:
-            lines.append(f"to do: find out what model it is of; it is converted where you say the model ({self.key})")
+            lines.append(
+                f"to do: find out what model it is of; it is converted where you say so (--model {self.key}; `model` of the node)"
+            )
         elif self.healthy:
             loss = "; a conversion would lose what is named above" if self.left_out else ""
             lines.append(f"to do: nothing{loss}")

@@ -1,8 +1,9 @@
 """Which model the metadata of a LoRA file name, in the words of the trainers that write them.
 
 `base_model_family` (this project), `ss_base_model_version` (kohya, musubi-tuner, ai-toolkit) and
-`modelspec.architecture` (kohya, musubi-tuner, OneTrainer, SimpleTuner) come from a list in each trainer. `base_model`
-is free text, the name of a folder or a repository.
+`modelspec.architecture` (kohya, musubi-tuner, OneTrainer, SimpleTuner) come from a list in each trainer, and so does
+`modelspec.implementation`, the address of the model's code. `base_model` is free text, the name of a folder or a
+repository.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-LISTED = ("base_model_family", "ss_base_model_version", "modelspec.architecture")
+LISTED = ("base_model_family", "ss_base_model_version", "modelspec.architecture", "modelspec.implementation")
 FREE = ("base_model",)
 
 SEP = "[-_. ]?"
@@ -55,6 +56,10 @@ OTHER_MODELS = {
     "Zeta-Chroma": rf"zeta{SEP}chroma",
     "Bria": "bria",
     "Ovis-Image": "ovis",
+    "Boogu-Image": "boogu",
+    "MageFlow": rf"mage{SEP}flow",
+    "MiniMax": "minimax",
+    "PRX": "prx",
     "F-Lite": rf"f{SEP}lite",
 }
 """Title of a model that is none of ours -> what its name looks like."""

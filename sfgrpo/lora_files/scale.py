@@ -86,7 +86,7 @@ def _other_reading(file: LoRAFile, layers: list[Layer]) -> str:
             return (
                 f"its metadata tell an alpha of {alpha:g} ({key}), but it has no alpha tensors: converters that "
                 "multiply alpha / rank into the factors leave a file so, and no loader reads it; if the factors are as "
-                f"they were trained, alpha {alpha:g} makes it right"
+                f"they were trained, an alpha of {alpha:g} is right (--alpha {alpha:g}; `alpha` of the node)"
             )
     return ""
 

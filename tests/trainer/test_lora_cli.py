@@ -63,7 +63,7 @@ def test_alpha_and_model_that_the_user_knows(lora, tmp_path):
     code, said, _ = lora("inspect", "x.safetensors")
     assert code == 0 and "in doubt: its metadata name FramePack" in said and "alpha of 10 (ss_network_alpha)" in said
     code, _, errors = lora("convert", "x.safetensors", "new.safetensors")
-    assert code == 2 and "set the model to flux1" in errors and not (tmp_path / "new.safetensors").exists()
+    assert code == 2 and "--model flux1" in errors and not (tmp_path / "new.safetensors").exists()
     code, said, errors = lora("convert", "x.safetensors", "new.safetensors", "--model", "flux1", "--alpha", ALPHA)
     assert code == 0 and "alpha of 10" not in said, errors
     state = load_file(tmp_path / "new.safetensors")

@@ -128,6 +128,17 @@ def test_commands_whose_reader_has_gone_are_quiet(tmp_path):
         assert process.returncode == code and process.stderr == "", (command, process)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_command_whose_output_cannot_be_written_fails(tmp_path):
+    """What a run prints is beside its work; what these print is theirs."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "sfgrpo_trainer.cli", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "sfgrpo: error: cannot write the output: No space left on device\n"
+
+
 def test_sigterm_in_the_second_iteration_saves_the_first(start, tmp_path):
     (tmp_path / "awake").touch()
     process = start("sleepy", "--iterations", "3", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))

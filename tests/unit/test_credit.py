@@ -149,12 +149,63 @@ def test_a_group_lives_by_its_noisy_steps(method):
     rewards[0, :, 4] = torch.arange(3.0)  # gains differ at the last step alone
     rewards[1, :, 2:] = torch.arange(3.0).view(3, 1)  # at step 1
     noisy = torch.tensor([False, True, False, False])
-    # Each of these reads other steps than its own.
-    wide = {"uniform", "gain", "gain_ema", "gain_gae"}
-    assert assign_credit(rewards, method, noisy=noisy).alive.tolist() == [method in wide, True]
+    # These read later steps too: the finished image, and the gains to the end.
+    late = {"uniform", "gain_gae"}
+    credit = assign_credit(rewards, method, noisy=noisy)
+    assert credit.alive.tolist() == [method in late, True]
+    assert not credit.advantages[..., ~noisy].any()
     assert assign_credit(rewards, method).alive.tolist() == [True, True]
-    whole, part = (assign_credit(rewards, method, noisy=n).advantages for n in (None, noisy))
-    assert torch.equal(whole, part)
+
+
+@pytest.mark.parametrize("method", [m for m in CREDITS if m not in ("uniform", "gain_gae")])
+def test_steps_without_noise_have_no_part_in_the_statistics(method):
+    """The advantages of a window are those of a trajectory that is nothing but the window."""
+    rewards, noisy = random_rewards(2, 6, 10), torch.zeros(10, dtype=torch.bool)
+    noisy[6:8] = True
+    rewards[..., :6] += torch.linspace(0, 20, 6)  # large gains outside of it
+    inside = assign_credit(rewards[..., 6:9], method)
+    credit = assign_credit(rewards, method, noisy=noisy)
+    close(credit.advantages[..., 6:8], inside.advantages)
+    if method == "gain_ema":
+        close(credit.ema[6:8].float(), inside.ema.float())
+        assert bool(credit.ema[~noisy].isnan().all())
+
+
+def test_a_late_window_has_a_signal():
+    """Gains as the paper has them, largest in the early steps: over all steps every advantage in it was negative."""
+    generator = torch.Generator().manual_seed(0)
+    gains = torch.tensor([0.3, 0.2, 0.12, 0.08, 0.05, 0.03, 0.02, 0.01, 0.005, 0.002])
+    spread = 0.02 * torch.randn(1, 24, 10, generator=generator)
+    rewards = torch.nn.functional.pad((gains + spread).cumsum(-1), (1, 0))
+    noisy = torch.zeros(10, dtype=torch.bool)
+    noisy[6:8] = True
+    advantages = assign_credit(rewards, "gain", noisy=noisy).advantages[..., 6:8]
+    assert float(advantages.mean().abs()) < 1e-5 and float(advantages.std(correction=0)) == pytest.approx(1, abs=1e-4)
+    values = (gains + spread)[..., 6:8]
+    close(advantages, (values - values.mean()) / values.std(correction=0), 1e-4)
+
+
+def test_gae_adds_what_comes_after_the_window():
+    """A noisy step's effect shows in the later steps, whether they have noise or not."""
+    rewards, noisy = random_rewards(1, 5, 4), torch.tensor([False, True, True, False])
+    gains = (rewards[..., 1:] - rewards[..., :-1]).double()
+    sums = torch.stack([gains[..., k:] @ 0.5 ** torch.arange(4.0 - k).double() for k in (1, 2)], -1)
+    expected = (sums - sums.mean()) / sums.std(correction=0)
+    credit = assign_credit(rewards, "gain_gae", gae_lambda=0.5, noisy=noisy)
+    close(credit.advantages[..., 1:3], expected.float())
+    assert not credit.advantages[..., [0, 3]].any()
+
+
+def test_a_running_mean_moves_at_the_steps_that_had_noise():
+    """With a window that is drawn anew, a step keeps its mean until it has noise again."""
+    rewards = random_rewards(2, 3, 3)
+    gains = rewards[..., 1:] - rewards[..., :-1]
+    first = assign_credit(rewards, "gain_ema", noisy=torch.tensor([True, True, False]), ema_decay=0.5)
+    second = assign_credit(
+        2 * rewards, "gain_ema", noisy=torch.tensor([False, True, True]), ema=first.ema, ema_decay=0.5
+    )
+    mean = gains.double().mean((0, 1))
+    close(second.ema.float(), torch.stack([mean[0], 1.5 * mean[1], 2 * mean[2]]).float())
 
 
 def test_finals_that_differ_by_rounding_only_are_no_signal():
@@ -274,9 +325,10 @@ def test_credit_of_each_reward_then_mixed_by_hand():
     for g in range(2):
         expected = 0
         for r, w in zip((first, second), weights, strict=True):
-            gains = (r[g, :, 1:] - r[g, :, :-1]).double()
+            gains = (r[g, :, 1:] - r[g, :, :-1]).double()[:, noisy]
             expected = expected + w * (gains - gains.mean()) / gains.std(unbiased=False) / 1.25
-        torch.testing.assert_close(mixed.advantages[g], expected.float(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(mixed.advantages[g][:, noisy], expected.float(), rtol=0, atol=1e-5)
+        assert not mixed.advantages[g][:, ~noisy].any()
     torch.testing.assert_close(mixed.gains, (total[..., 1:] - total[..., :-1]), rtol=0, atol=1e-3)
     scaled = [assign_credit(r, "gain", noisy=noisy) for r in (first, second / 1000)]
     torch.testing.assert_close(mix_credits(scaled, weights, total, noisy).advantages, mixed.advantages)

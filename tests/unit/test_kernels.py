@@ -154,8 +154,29 @@ def test_kl_is_the_mean_of_torch_kl_divergence(shape):
         expected = kl_divergence(
             Normal(step.mean, step.std.expand(shape)), Normal(reference.mean, reference.std.expand(shape))
         )
-        torch.testing.assert_close(step.kl(reference), expected.flatten(1).mean(1), rtol=1e-5, atol=1e-6)
-        assert torch.equal(step.kl(step), torch.zeros(shape[0]))
+        mean = expected.flatten(1).mean(1)
+        for span in (1.0, 0.125):
+            torch.testing.assert_close(step.kl(reference, span), span * mean, rtol=1e-5, atol=1e-6)
+        assert torch.equal(step.kl(step, 0.1), torch.zeros(shape[0]))
+
+
+def test_kl_is_that_of_flow_grpo():
+    """Its code divides the squared difference of the means by 2 std_dev_t^2, without the size of the step."""
+    generator = torch.Generator().manual_seed(3)
+    x, v, v_ref = (torch.randn(4, 3, 5, 5, generator=generator) for _ in range(3))
+    t, s = torch.tensor([0.9601, 0.7, 0.3, 0.05]), torch.tensor([0.9133, 0.6, 0.1, 0.0089])
+    kernel = Kernel(name="flow_grpo", eta=0.7)
+    step, reference = (kernel.transition(x, velocity, t, s) for velocity in (v, v_ref))
+    for i in range(4):
+        time, dt = float(t[i]), float(s[i] - t[i])
+        std_dev = 0.7 * math.sqrt(time / (1 - time))
+
+        def mean(velocity, i=i, time=time, dt=dt, std_dev=std_dev):
+            grown = x[i].double() * (1 + std_dev**2 / (2 * time) * dt)
+            return grown + velocity[i].double() * (1 + std_dev**2 * (1 - time) / (2 * time)) * dt
+
+        theirs = ((mean(v) - mean(v_ref)) ** 2).mean() / (2 * std_dev**2)
+        assert float(step.kl(reference, t - s)[i]) == pytest.approx(float(theirs), rel=1e-4)
 
 
 @pytest.mark.parametrize("kernel", ALL, ids=name_of)

@@ -188,6 +188,14 @@ def test_characters_of_any_language_line_breaks_and_surrogate_pairs_are_kept(tmp
     "line",
     (
         "a cat --w 512",
+        "a cat --w=512 --h=512",
+        "a cat --w 512 --h 512 --i img.png",
+        "a cat --d 1 --ci c.png",
+        "a cat --cn x.png",
+        "a cat --w 512 --of target",
+        "a cat --d -1",
+        "a cat --l .5",
+        "a cat --ar 16:9",
         "a cat --n low quality, blurry",
         "a cat, running --n worst quality --w 832 --h 480 --f 81 --d 1 --l 5 --s 20",
         "a cat --d 1 --l 7.5",
@@ -195,7 +203,7 @@ def test_characters_of_any_language_line_breaks_and_surrogate_pairs_are_kept(tmp
     ),
 )
 def test_lines_with_the_options_of_sample_prompts_are_refused(tmp_path, line):
-    with pytest.raises(ValueError, match=r"p\.txt, line 2: ends in '--[a-z] .*an option of sample prompts"):
+    with pytest.raises(ValueError, match=r"p\.txt, line 2: ends in '--[a-z]+[ =].*options of sample prompts"):
         read_prompts(written(tmp_path, "p.txt", f"a dog\n{line}\n"))
     row = json.dumps({"prompt": line})
     assert read_prompts(written(tmp_path, "p.jsonl", row)) == [Prompt(line.strip())]

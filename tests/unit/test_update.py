@@ -104,7 +104,7 @@ def test_policy_loss_by_hand():
         slope = -(1 - s) * t + math.sqrt(s * s - std * std) * (1 - t)
         x = trajectory.latents[r, k]
         shift = slope * (moved - REFERENCE) * (1 + int(COND[r])) * x
-        divergence = float((shift.square() / (2 * std * std)).mean())
+        divergence = float((shift.square() / (2 * std * std)).mean()) * (t - s)
         assert float(loss.ratio[i]) == pytest.approx(ratio, rel=1e-4)
         assert float(kl[i].detach()) == pytest.approx(divergence, rel=1e-4)
         assert float(loss.loss[i].detach()) == pytest.approx(

@@ -314,6 +314,22 @@ def test_what_trainers_call_the_models(family, key):
         assert bool(named.other) == (not family), value
 
 
+def test_the_address_of_a_models_code():
+    """As kohya's trainers write it beside, or without, the name; diffusers' own says nothing."""
+    site = "https://github.com/"
+    for address, family, other in (
+        ("Tencent/HunyuanVideo", "", "HunyuanVideo"),
+        ("black-forest-labs/flux", "flux1", ""),
+        ("black-forest-labs/flux2", "flux2", ""),
+        ("Tongyi-MAI/Z-Image", "z_image", ""),
+        ("Wan-Video/Wan2.1", "wan", ""),
+        ("huggingface/diffusers", "", ""),
+        ("Stability-AI/generative-models", "", ""),
+    ):
+        named = model_of({"modelspec.implementation": site + address})
+        assert named.families == ({family} if family else set()) and named.other == other, address
+
+
 def test_free_text_names_no_other_model():
     """A folder may be called anything."""
     assert not model_of({"base_model": "anima-and-sana"}).other
