@@ -21,6 +21,9 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / FILE
         self._number: int | None = None
+        if hasattr(os, "register_at_fork"):
+            # A child shares the open file: one that outlives a killed run, as a reward's worker may, would hold it.
+            os.register_at_fork(after_in_child=self._let_go)
 
     def take(self) -> None:
         """Make the folder and lock it. Raises UserError, with its holder's name, where another run has it.
@@ -62,9 +65,13 @@ class FolderLock:
         with contextlib.suppress(OSError):
             if _is(self._number, self.path):
                 self.path.unlink()
-        with contextlib.suppress(OSError):
-            os.close(self._number)
-        self._number = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        number, self._number = self._number, None
+        if number is not None:
+            with contextlib.suppress(OSError):
+                os.close(number)
 
 
 def _lock(number: int) -> bool:

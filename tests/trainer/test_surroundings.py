@@ -169,20 +169,27 @@ def test_one_run_at_a_time_in_a_folder(start, tmp_path):
     assert "stopped before the first iteration ended; there is nothing to save" in stdout
 
 
-def test_a_killed_process_holds_no_folder(tmp_path):
+@pytest.mark.parametrize("child", [False, True])
+def test_a_killed_process_holds_no_folder(tmp_path, child):
+    """Nor does a child that it has forked, as workers of a reward are, and that lives on."""
     script = (
-        "import sys, time; from pathlib import Path; from sfgrpo_trainer.lock import FolderLock\n"
-        "FolderLock(Path('run')).take(); print('taken', flush=True); time.sleep(600)"
+        "import os, time; from pathlib import Path; from sfgrpo_trainer.lock import FolderLock\n"
+        f"FolderLock(Path('run')).take(); forked = os.fork() if {child} else -1\n"
+        "print(forked, flush=True) if forked else None; time.sleep(600 if forked else 20)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "taken\n"
+    forked = int(process.stdout.readline())
     with FolderLock(tmp_path / "run") as lock, pytest.raises(Exception, match=f"process {process.pid} on"):
         lock.take()
     process.kill()
     process.wait()
+    if child:
+        os.kill(forked, 0)  # it lives
     with FolderLock(tmp_path / "run") as lock:
         lock.take()
     assert not list((tmp_path / "run").iterdir())
+    if child:
+        os.kill(forked, signal.SIGKILL)
 
 
 def test_a_second_signal_ends_at_once(tmp_path):
