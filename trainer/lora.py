@@ -74,7 +74,7 @@ def _write(options: argparse.Namespace) -> int:
         reads = [understand(read_lora(path), model=options.model) for path in paths]
         state, metadata = merge_read(reads, weights, rank=options.rank, dtype=dtype)
     for read in reads:
-        for line in warnings(read):
+        for line in [*warnings(read), *([read.scale.doubt] if read.scale.doubt else [])]:
             print(f"{read.file.name}: {line}")
     try:
         save_lora(state, out, metadata)

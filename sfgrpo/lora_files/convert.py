@@ -267,7 +267,6 @@ def warnings(read: Read) -> list[str]:
     for key, why in read.left_out.items():
         reasons.setdefault(why, []).append(key)
     lines = [f"a conversion leaves out what is {why}: {_some(keys)}" for why, keys in reasons.items()]
-    lines += [read.scale.doubt] if read.scale.doubt else []
     if read.lacking:
         lines.append(f"a conversion leaves out what ComfyUI has no name for: {_some(read.lacking)}")
     return lines

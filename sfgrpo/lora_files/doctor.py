@@ -36,6 +36,8 @@ class Report:
     diffusers: Verdict
     left_out: list[str]
     """What a conversion leaves out, a sentence each."""
+    unproven: str = ""
+    """The other reading of its scale, a sentence, where there is one."""
     doubt: str = ""
     """Why it may be of another model than `family`; a clause, empty where nothing says so."""
     total: int = 0
@@ -69,13 +71,15 @@ class Report:
             f"layers: {self.layers}{f' of {self.total}' if self.total != self.layers else ''}, rank {ranks}",
             f"alpha: {self.alpha}; its trainer meant B A times {scales}",
             *self._verdicts(),
+            *([self.unproven] if self.unproven else []),
             *self.left_out,
         ]
         if self.dialect.startswith("raw peft without"):
             lines.append("if it was trained with another alpha than the rank, put its adapter_config.json beside it")
         if self.doubt:
             lines.append(
-                f"to do: find out what model it is of; it is converted where you say so (--model {self.key}; `model` of the node)"
+                "to do: find out what model it is of; it is converted where you say so "
+                f"(--model {self.key}; `model` of the node)"
             )
         elif self.healthy:
             loss = "; a conversion would lose what is named above" if self.left_out else ""
@@ -120,6 +124,7 @@ def report(file: LoRAFile, *, alpha: float | None = None, model: str | None = No
         comfyui=in_comfyui(read),
         diffusers=in_diffusers(read),
         left_out=warnings(read),
+        unproven=read.scale.doubt,
         doubt=read.doubt,
         for_others={other.family.title: (in_comfyui(other), in_diffusers(other)) for other in others},
     )
