@@ -43,7 +43,7 @@ THEIRS = {name: ours for ours, names in OURS.items() for name in names}
 
 
 def hint(name: str, known: Sequence[str]) -> str:
-    """What to add to "unknown field NAME": the setting that is meant, or all of them where none is like it.
+    """What to add to "unknown field NAME": the setting that is meant, or those of its table where none is like it.
 
     name: dotted, as it was given. known: dotted names of all settings.
     """
@@ -57,7 +57,12 @@ def hint(name: str, known: Sequence[str]) -> str:
     close = close or next((k for k in known if k.rpartition(".")[2] == last), "")
     if not close and not table:
         close = _alike(name, {t: t for t in sorted({k.partition(".")[0] for k in known if "." in k})})
-    return f"; did you mean {close}?" if close else f"; settings are {', '.join(known)}"
+    if close:
+        return f"; did you mean {close}?"
+    beside = [k for k in known if table and k.rpartition(".")[0] == table]
+    top = sorted({k.partition(".")[0] for k in known})
+    what = f"the settings of {table} are {', '.join(beside)}" if beside else f"the top level has {', '.join(top)}"
+    return f"; {what}; `sfgrpo train --help` has all"
 
 
 def _alike(name: str, names: dict[str, str]) -> str:

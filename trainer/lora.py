@@ -13,6 +13,7 @@ from sfgrpo.lora_files.families import FAMILIES
 from sfgrpo.lora_files.file import read_lora
 from sfgrpo.lora_files.merge import merge_read
 
+from .disk import writing
 from .errors import UserError
 
 
@@ -76,10 +77,8 @@ def _write(options: argparse.Namespace) -> int:
     for read in reads:
         for line in [*warnings(read), *([read.scale.doubt] if read.scale.doubt else [])]:
             print(f"{read.file.name}: {line}")
-    try:
+    with writing(out):
         save_lora(state, out, metadata)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
     print(f"{out}: {len(state) // 2} layers, rank {metadata['rank']}; loads in ComfyUI and diffusers at strength 1.0")
     return 0
 

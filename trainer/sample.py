@@ -15,6 +15,7 @@ from sfgrpo.prompts import Prompt, read_prompts
 from sfgrpo.shapes import MODEL_DIR
 
 from .config import EMBEDDED
+from .disk import write_png, writing
 from .errors import UserError, out_folder
 from .families.loading import QUANTISATIONS
 
@@ -116,9 +117,12 @@ def main(arguments: list[str]) -> int:
     )
     for (i, seed), image in zip(jobs, images, strict=True):
         array = (image * 255).round().byte().movedim(0, -1).numpy()
-        Image.fromarray(array).save(args.out / f"{i:03d}_{seed:03d}.png")
+        path = args.out / f"{i:03d}_{seed:03d}.png"
+        with writing(path):
+            write_png(path, Image.fromarray(array))
     captions = [prompts[i].text for i, _ in jobs]
-    tile(images, captions, columns=args.seeds if args.seeds > 1 else 4).save(args.out / "grid.png")
+    with writing(args.out / "grid.png"):
+        write_png(args.out / "grid.png", tile(images, captions, columns=args.seeds if args.seeds > 1 else 4))
     print(f"{len(images)} images and grid.png in {args.out}")
     return 0
 

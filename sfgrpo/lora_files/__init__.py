@@ -2,6 +2,6 @@
 
 The trainers of this project need only `file.read_lora` and `convert.factors_named`, to go on from a file. In the order
 of reading: `file` (checked before it is used), `keys` (the dialects of trainers), `scale` (alpha), `names` and
-`families` (the layers of each model), `recognise` (whose layers they are), `convert`, `merge`, `loaders` (what ComfyUI
-and diffusers load) and `doctor` (all of it in words).
+`families` (the layers of each model), `recognise` (whose layers they are), `convert`, `merge`, `loaders` and
+`diffusers_loader` (what ComfyUI and diffusers load) and `doctor` (all of it in words).
 """

@@ -62,7 +62,7 @@ def parse_header(file: BinaryIO, size: int) -> dict:
     length = int.from_bytes(start, "little")
     text = file.read(length) if len(start) == 8 and 2 <= length <= min(LONGEST_HEADER, size - 8) else b""
     try:
-        header = json.loads(text, object_pairs_hook=_once) if text else None
+        header = json.loads(text, object_pairs_hook=_once) if text[:1] in b"{[" and text else None
     except (ValueError, RecursionError):
         header = None
     if header is None:
@@ -135,7 +135,7 @@ def _check_places(entries: Mapping[str, object], size: int) -> None:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in BITS:
             raise ValueError(f"cannot be read: {shown!r} has the unknown dtype {str(dtype)[:20]!r}; save it as fp16")
-        if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or len(shape) > 8:
+        if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
             raise ValueError(f"cannot be read: its header does not describe {shown!r}; get it again")
         start, end = offsets
         if end > size:

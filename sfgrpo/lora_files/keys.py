@@ -106,9 +106,12 @@ def parse(file: LoRAFile) -> Parsed:
         raise ValueError(f"LoRA file {file.name} {error}") from None
     halves: dict[str, dict[str, tuple[str, str]]] = {}
     alphas, parsed = {}, Parsed()
+    two = any(key.startswith("transformer.") for key in file.tensors)
     for key in file.tensors:
         if key.startswith(TEXT):
             parsed.left_out[key] = "part of a text encoder"
+        elif two and key.startswith("transformer_2."):
+            parsed.left_out[key] = "part of the second transformer (of low noise), a LoRA of its own"
         elif key.endswith(".alpha"):
             alphas[key.removesuffix(".alpha")] = key
         else:
@@ -163,7 +166,9 @@ def _split(key: str) -> tuple[str, str, str]:
 
 def _other(key: str) -> str:
     if key.endswith((".diff", ".diff_b", ".set_weight")):
-        return "a change of a bias or a norm, which is no LoRA factor"
+        return "a change of a whole weight, a bias or a norm, which is no LoRA factor"
+    if key.endswith(".lora_B.bias"):
+        return "a bias beside B, which diffusers loads and ComfyUI does not"
     if key.endswith(".bias"):
         return "a bias, which is no LoRA factor"
     return "no LoRA factor"

@@ -39,7 +39,11 @@ def merge_read(
         for name, (a, b) in loadable(read).items():
             others = parts.setdefault(name, [])
             if others and (others[0][0].shape[1] != a.shape[1] or others[0][1].shape[0] != b.shape[0]):
-                raise ValueError(f"LoRA file {read.file.name} is for a model of another width at {name}")
+                sizes = [(len(b), a.shape[1]), (len(others[0][1]), others[0][0].shape[1])]
+                raise ValueError(
+                    f"LoRA file {read.file.name} is for a model of another width: {name} has {sizes[0]} (outputs, "
+                    f"inputs) there and {sizes[1]} in the files before; merge LoRAs of one model"
+                )
             others.append((a, b * weight))
     summed = {n: (torch.cat([a for a, _ in p]), torch.cat([b for _, b in p], 1)) for n, p in parts.items()}
     if rank is not None:

@@ -91,6 +91,8 @@ def recognise(file: LoRAFile, layers: Sequence[Layer]) -> Recognised:
     named = model_of(file.metadata)
     scores, places = {}, {}
     for key, family in FAMILIES.items():
+        if key != "flux1" and any(layer.style == "xlabs" for layer in layers):
+            continue
         known = [(layer, place) for layer in layers if (place := family.find(layer.name)) is not None]
         if known:
             places[key] = known
@@ -109,11 +111,13 @@ def recognise(file: LoRAFile, layers: Sequence[Layer]) -> Recognised:
     also = [FAMILIES[k] for k, s in scores.items() if s[:2] == best[:2] and not best[2] and (s == best or not best[3])]
     family = fitting[0]
     found = Recognised(family, [f for f in also if f is not family])
-    found.doubt = _doubt(found, named, layers, places[family.key])
+    found.doubt = _doubt(file, found, named, layers, places[family.key])
     return found
 
 
-def _doubt(found: Recognised, named: Named, layers: Sequence[Layer], known: list[tuple[Layer, Place]]) -> str:
+def _doubt(
+    file: LoRAFile, found: Recognised, named: Named, layers: Sequence[Layer], known: list[tuple[Layer, Place]]
+) -> str:
     """Why the layers may be those of another model than the family whose names fit best."""
     if named.other:
         return f"its metadata name {named.other} ({named.where})"
@@ -121,12 +125,16 @@ def _doubt(found: Recognised, named: Named, layers: Sequence[Layer], known: list
     if named.families and named.where and not named.families & fitting:
         titles = " or ".join(FAMILIES[key].title for key in sorted(named.families))
         return f"its metadata name {titles} ({named.where}), but its layers are those of {found.family.title}"
-    other = _marked(layers)
+    # Who names the family, as our own conversion does, is believed before what looks like another model.
+    said = bool(named.where and named.families & fitting)
+    other = "" if said else _marked(layers)
     if other:
         return f"it has layers of {other}"
     unknown = len(layers) - len(known)
     if unknown > MOST_UNKNOWN * len(layers):
         return f"{unknown} of its {len(layers)} layers are none of {found.family.title}"
+    if said or file.metadata.get("software", "").startswith("stepwise-grpo"):
+        return ""
     if found.family.key == "sd3" and all(p.entries[0].diffusers.split(".")[2:3] == ["attn2"] for _, p in known):
         return "it has only second attentions, which Sana and PixArt have too"
     return _size_doubt(found.family.key, known, least=REAL_WIDTH)

@@ -188,6 +188,59 @@ def test_verdicts_hold_for_a_file_whole(comfy, key, name, tmp_path):
                     torch.testing.assert_close(got[layer], ratio * meant[layer], rtol=1e-4, atol=1e-3, msg=what)
 
 
+def odd_files(comfy):
+    """Files that only differ a little from common ones; name -> (family, tensors, metadata)."""
+    flux = sweep_linears(comfy, "flux1", DIALECTS["diffusers"])
+    attention = ONLY["attention"](flux)
+    outside = {n: size for n, size in flux.items() if "blocks." not in n}
+    table = {"transformer.r": RANK, "transformer.lora_alpha": ALPHA, "transformer.target_modules": ["to_q"]}
+    wan = {n: size for n, size in comfy.linears["wan"].items() if n.startswith("blocks.") and "v_img" not in n}
+    alphas = write(DIALECTS["diffusers with alphas"], attention)[0]
+    first = next(key for key in alphas if key.endswith(".alpha"))
+    other = next(key for key in reversed(alphas) if key.endswith(".alpha"))
+
+    def said(**change) -> dict:
+        return {"lora_adapter_metadata": json.dumps(table | {f"transformer.{k}": v for k, v in change.items()})}
+
+    plain = write(DIALECTS["diffusers"], attention)[0]
+    pattern = {n: RANK for n in attention}
+    return {
+        "one layer without alpha": ("flux1", {k: v for k, v in alphas.items() if k != first}, {}),
+        "another alpha": ("flux1", alphas | {other: torch.tensor(3.0)}, {}),
+        "another rank in the metadata": ("flux1", plain, said(r=2 * RANK)),
+        "its rank in a pattern": ("flux1", plain, said(r=2 * RANK, rank_pattern=pattern)),
+        "no rank in the metadata": (
+            "flux1",
+            plain,
+            {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 4})},
+        ),
+        "OneTrainer outside the blocks": ("flux1", write(DIALECTS["onetrainer"], attention | outside)[0], {}),
+        "a key of images without its value": ("wan", write(DIALECTS["native"], wan)[0], {}),
+        "the same of kohya's": ("wan", write(DIALECTS["kohya"], wan)[0], {}),
+    }
+
+
+@pytest.mark.parametrize("name", ["one layer without alpha", "another alpha", "another rank in the metadata",
+    "its rank in a pattern", "no rank in the metadata", "OneTrainer outside the blocks",
+    "a key of images without its value", "the same of kohya's"])  # fmt: skip
+def test_verdicts_on_odd_files(comfy, name, tmp_path):
+    key, state, metadata = odd_files(comfy)[name]
+    save_file(state, tmp_path / "x.safetensors", metadata)
+    read = understand(read_lora(tmp_path / "x.safetensors"), model=key)
+    verdict = in_diffusers(read)
+    effect = {n: read.factors[f"transformer.{n}"] for n in diffusers_linears(key) if f"transformer.{n}" in read.factors}
+    ratios = dict(zip(verdict.loads, verdict.ratios, strict=True))
+    said = {p.name(p.entries[0].diffusers): ratios[la.key] for la, p in read.layers if la.key in ratios}
+    try:
+        got = loaded_in_diffusers(key, tmp_path / "x.safetensors")
+    except Exception:
+        got = {}
+    assert got.keys() == said.keys()
+    for layer, ratio in said.items():
+        a, b = effect[layer]
+        torch.testing.assert_close(got[layer], ratio * b @ a, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("key", SMALL)
 def test_what_else_is_in_a_file_does_not_disturb_comfyui(comfy, key, tmp_path):
     dialect = DIALECTS["native"]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 
 import pytest
 import torch
@@ -173,6 +174,24 @@ def test_mistakes_are_told_in_one_line(arguments, message, tmp_path, monkeypatch
     assert said.err.startswith("sfgrpo: error: ") and said.err.count("\n") == 1
     assert message in said.err
     assert list(tmp_path.rglob("*.png")) == []
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="this system has no limit on the size of files")
+def test_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch, capsys):
+    """Files may have 100 bytes."""
+    import resource
+
+    monkeypatch.chdir(tmp_path)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        code = main(["sample", "--prompt", "a circle", "--steps=1", "--device=cpu", "--out=new"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    errors = capsys.readouterr().err
+    assert code == 1 and errors == "sfgrpo: error: cannot write new/000_000.png: File too large\n"
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_what_it_prints_and_where_it_writes(tmp_path, monkeypatch, capfd):

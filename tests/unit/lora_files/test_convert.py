@@ -290,6 +290,29 @@ def test_a_model_that_is_given_ends_the_doubt():
         convert(file, model="wan")
 
 
+@pytest.mark.parametrize(
+    "metadata", [{"software": "stepwise-grpo 0.1.0"}, {"ss_base_model_version": "sd3"}, {"base_model_family": "sd3"}]
+)
+def test_a_model_of_a_size_of_its_own(metadata):
+    """Who trained one says which family it is of."""
+    file = lora("transformer.transformer_blocks.0.attn2.to_q", inside=1152, outside=1152, metadata=metadata)
+    file.tensors |= lora(KEY, inside=1152, outside=1152).tensors
+    assert len(convert(file)[0]) == 4
+    file.metadata = {}
+    with pytest.raises(ValueError, match="no published Stable Diffusion 3 / 3.5 has the width 1152"):
+        convert(file)
+
+
+def test_the_second_transformer_is_left_out_and_named():
+    file = lora("transformer.blocks.0.attn1.to_q")
+    file.tensors |= lora("transformer_2.blocks.0.attn1.to_q", seed=1).tensors
+    state, _ = convert(file)
+    assert torch.equal(state["diffusion_model.blocks.0.self_attn.q.lora_A.weight"], pair()[0]) and len(state) == 2
+    assert "the second transformer (of low noise)" in report(file).text()
+    alone = lora("transformer_2.blocks.0.attn1.to_q", seed=1)
+    assert torch.equal(convert(alone)[0]["diffusion_model.blocks.0.self_attn.q.lora_A.weight"], pair(seed=1)[0])
+
+
 NAMED = {
     "sd3": ["sd_3", "sd3-medium", "5-medium", "5-large", "medium", "stable-diffusion-3-5-medium/lora"],
     "flux1": ["flux1", "flux.1", "flux.1_kontext", "flux_kontext", "flux-1-dev/lora", "Flux.1-fill-dev"],
