@@ -7,11 +7,12 @@ from pathlib import Path
 
 from sfgrpo.dtypes import DTYPES
 from sfgrpo.export import save_lora
-from sfgrpo.lora_files.convert import understand, warnings, written
+from sfgrpo.lora_files.convert import warnings, written
 from sfgrpo.lora_files.doctor import report
 from sfgrpo.lora_files.families import FAMILIES
 from sfgrpo.lora_files.file import read_lora
 from sfgrpo.lora_files.merge import merge_read
+from sfgrpo.lora_files.understand import understand
 
 from .disk import writing
 from .errors import UserError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .convert import Read
 from .diffusers_keys import (
     LINEAR_LAYER,
     NO_PREFIX,
@@ -23,6 +22,7 @@ from .keys import Layer
 from .loaders import Verdict
 from .names import Place
 from .scale import peft_table
+from .understand import Read
 
 DOWN = ".lora_down.weight"
 CLIP = ("lora_te_", "lora_te1_", "text_encoders.clip_l.transformer.")

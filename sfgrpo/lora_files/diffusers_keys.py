@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from .convert import Read
 from .keys import Layer
 from .loaders import Verdict
 from .names import Place
 from .scale import diffusers_scale, peft_table
+from .understand import Read
 
 NO_PREFIX = "it reads only keys that begin with `transformer.` and the dialects that it converts"
 LINEAR_LAYER = "it cannot read `lora_linear_layer` any more"

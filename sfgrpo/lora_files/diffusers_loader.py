@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from .convert import Read
 from .diffusers_flux import flux1, flux2
 from .diffusers_keys import (
     any_key,
@@ -29,6 +28,7 @@ from .keys import Layer
 from .loaders import Verdict
 from .names import Place
 from .scale import peft_table
+from .understand import Read
 
 DOWN, UP = ".lora_down.weight", ".lora_up.weight"
 

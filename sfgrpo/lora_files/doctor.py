@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .convert import Read, understand, warnings
+from .convert import warnings
 from .diffusers_loader import in_diffusers
 from .file import LoRAFile
 from .loaders import Verdict, in_comfyui
+from .understand import Read, understand
 
 SHOWN = 3
 """Layers of a kind that are named; all are counted."""
@@ -35,7 +36,9 @@ class Report:
     comfyui: Verdict
     diffusers: Verdict
     left_out: list[str]
-    """What a conversion leaves out, a sentence each."""
+    """What a conversion leaves out, and what not every model of the family has, a sentence each."""
+    loses: bool = False
+    """Whether a conversion leaves something out."""
     unproven: str = ""
     """The other reading of its scale, a sentence, where there is one."""
     doubt: str = ""
@@ -82,7 +85,7 @@ class Report:
                 f"(--model {self.key}; `model` of the node)"
             )
         elif self.healthy:
-            loss = "; a conversion would lose what is named above" if self.left_out else ""
+            loss = "; a conversion would lose what is named above" if self.loses else ""
             lines.append(f"to do: nothing{loss}")
         else:
             lines.append("to do: convert it; the result loads in both at 1.0")
@@ -124,6 +127,7 @@ def report(file: LoRAFile, *, alpha: float | None = None, model: str | None = No
         comfyui=in_comfyui(read),
         diffusers=in_diffusers(read),
         left_out=warnings(read),
+        loses=bool(read.left_out or read.lacking),
         unproven=read.scale.doubt,
         doubt=read.doubt,
         for_others={other.family.title: (in_comfyui(other), in_diffusers(other)) for other in others},

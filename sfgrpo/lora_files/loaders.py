@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .convert import Read
 from .keys import Layer
 from .names import Place
+from .understand import Read
 
 USO = ("single_blocks.37.processor.qkv_lora.up.weight", "double_blocks.18.processor.qkv_lora2.up.weight")
 """Keys by which ComfyUI knows a file in XLabs' names for one of USO's, the only ones in these names that it reads."""

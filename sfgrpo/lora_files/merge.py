@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..export import fold
-from .convert import Pair, Read, check_finite, check_sure, describe, loadable, understand
+from .convert import check_finite, check_sure, describe, loadable
 from .file import LoRAFile, common_dtype
 from .names import Family
+from .understand import Pair, Read, understand
 
 
 def merge(

@@ -115,6 +115,22 @@ def test_a_lora_that_cannot_be_fixed_is_reported_all_the_same(server, case):
     assert outputs.keys() == {"doctor", "text"} and set(server.output.rglob("*")) == before
 
 
+def test_a_model_in_doubt_and_an_alpha_that_the_user_knows(server):
+    """What metadata alone tell is told, and what the user sets decides."""
+    factors = {f"{ATTENTION}.lora_A.weight": torch.ones(2, 64), f"{ATTENTION}.lora_B.weight": torch.ones(64, 2)}
+    metadata = {"ss_base_model_version": "framepack", "ss_network_alpha": "1.0", "ss_network_dim": "2"}
+    save_file(factors, server.base / "models" / "loras" / "doubt.safetensors", metadata)
+    graph, _ = examine(server, lora_file="doubt.safetensors", name="doubt")
+    (text,) = graph.run().outputs["doctor"]["text"]
+    assert "in doubt: its metadata name FramePack" in text and "an alpha of 1 (ss_network_alpha)" in text
+    assert "no fixed LoRA: " in text and not list(server.output.rglob("doubt*"))
+    graph, _ = examine(server, lora_file="doubt.safetensors", name="doubt", model="sd3", alpha=1.0)
+    (text,) = graph.run().outputs["doctor"]["text"]
+    assert "in doubt" not in text and "alpha: 1, as it was given" in text
+    state = load_file(server.output.parent / text.splitlines()[-1].removeprefix("saved: "))
+    assert torch.equal(change(state, ATTENTION), torch.full((64, 64), 1.0))
+
+
 def test_names_that_are_refused(server, theirs):
     for name in ("../x", "a/b", "CON"):
         graph, _ = examine(server, lora_file="kohya.safetensors", name=name)

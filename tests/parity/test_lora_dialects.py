@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sfgrpo.export import save_lora
-from sfgrpo.lora_files.convert import convert, understand
+from sfgrpo.lora_files.convert import convert
 from sfgrpo.lora_files.diffusers_loader import in_diffusers
 from sfgrpo.lora_files.families import FAMILIES
 from sfgrpo.lora_files.file import read_lora
 from sfgrpo.lora_files.loaders import in_comfyui
 from sfgrpo.lora_files.merge import merge
+from sfgrpo.lora_files.understand import understand
 from tests.lora_dialects import ALPHA, DIALECTS, RANK, Dialect, write
 from tests.lora_extras import EXTRAS
 from tests.lora_models import (

@@ -5,11 +5,12 @@ import json
 import pytest
 import torch
 
-from sfgrpo.lora_files.convert import convert, factors, factors_named, understand, warnings
+from sfgrpo.lora_files.convert import convert, factors, factors_named, warnings
 from sfgrpo.lora_files.doctor import report
 from sfgrpo.lora_files.file import LoRAFile
 from sfgrpo.lora_files.merge import cut_rank, merge
 from sfgrpo.lora_files.metadata import model_of
+from sfgrpo.lora_files.understand import understand
 
 LAYER = "transformer_blocks.0.attn.to_q"
 KEY = f"transformer.{LAYER}"
@@ -301,6 +302,15 @@ def test_a_model_of_a_size_of_its_own(metadata):
     file.metadata = {}
     with pytest.raises(ValueError, match="no published Stable Diffusion 3 / 3.5 has the width 1152"):
         convert(file)
+
+
+def test_layers_that_only_one_wan_has_are_named():
+    """Those of the image inputs of 2.1: ComfyUI logs them as not loaded for all others."""
+    file = lora("diffusion_model.blocks.0.cross_attn.k_img")
+    file.tensors |= lora("diffusion_model.blocks.0.cross_attn.v_img", seed=1).tensors
+    text = report(file).text()
+    assert "2 layers are those of Wan 2.1's image inputs" in text and text.endswith("to do: nothing")
+    assert "image inputs" not in report(lora("diffusion_model.blocks.0.cross_attn.k")).text()
 
 
 def test_the_second_transformer_is_left_out_and_named():
