@@ -66,6 +66,7 @@ def cli() -> Cli:
 
 
 RUN_FILE = """
+seed = 2                    # with it the evaluations are better than at the start, and the first of them is best
 iterations = 2
 save_every = 2
 

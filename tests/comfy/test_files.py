@@ -93,7 +93,7 @@ def put(server, name: str, data: bytes) -> str:
 PROMPT_FILES = {
     "empty": ("no.txt", b"\n \n", "prompt file no.txt is empty; write at least one prompt"),
     "not JSON": ("bad.jsonl", b'{"prompt": "a"}\n{"prompt"', "bad.jsonl, line 2: not JSON"),
-    "no prompt": ("odd.jsonl", b'{"text": "a"}', 'odd.jsonl, line 1: needs an object with a non-empty string "prompt"'),
+    "no prompt": ("odd.jsonl", b'{"text": "a"}', 'odd.jsonl, line 1: has text; needs "prompt", a non-empty string'),
     "not text": ("not.txt", b"\xff\xfe\x00", "prompt file not.txt cannot be read as UTF-8 text"),
 }
 
