@@ -10,7 +10,7 @@ from ..sfgrpo.dtypes import DTYPES
 from ..sfgrpo.lora_files.convert import convert
 from ..sfgrpo.lora_files.doctor import report
 from ..sfgrpo.lora_files.families import FAMILIES
-from .compat import make
+from .compat import advanced, make
 from .files import NONE, Checkpoints, lora_files, read_lora_file, safe_name, stamps
 from .pictures import show_text
 
@@ -56,23 +56,23 @@ class LoRADoctor(io.ComfyNode):
                     default=SAME,
                     tooltip="Precision of the fixed LoRA; same keeps the file's.",
                 ),
-                io.Float.Input(
+                advanced(
+                    io.Float.Input,
                     "alpha",
                     default=0.0,
                     min=0.0,
                     max=1e6,
                     step=0.5,
                     optional=True,
-                    advanced=True,
                     tooltip="The alpha that it was trained with, where you know better than the file; 0 takes what the "
                     "file says.",
                 ),
-                io.Combo.Input(
+                advanced(
+                    io.Combo.Input,
                     "model",
                     options=[ANY, *FAMILIES],
                     default=ANY,
                     optional=True,
-                    advanced=True,
                     tooltip="The model that it is of, where the report says that it is in doubt.",
                 ),
             ],

@@ -156,11 +156,11 @@ def running_mean(gains: Tensor, counted: Tensor, before: Tensor | None, decay: f
     return torch.where(count > 0, moved, before)
 
 
-def mix_credits(credits: Sequence[Credit], weights: Sequence[float], total: Tensor, noisy: Tensor) -> Credit:
+def mix_credits(credits: Sequence[Credit], weights: Sequence[float], total: Tensor) -> Credit:
     """A = sum_j w_j A_j / sum_j |w_j| from the credits of several rewards; 0 where one of them is not valid.
 
-    total: (G, N, T + 1) the weighted sum of the rewards, whose gains are reported; noisy: (T,) as in `assign_credit`.
-    Raises ValueError where all weights are 0.
+    total: (G, N, T + 1) the weighted sum of the rewards, whose gains are reported. Raises ValueError where all
+    weights are 0.
     """
     size = sum(abs(w) for w in weights)
     if not size:
@@ -172,7 +172,7 @@ def mix_credits(credits: Sequence[Credit], weights: Sequence[float], total: Tens
         advantages=advantages,
         gains=step_gains(total.double()).float(),
         valid=valid,
-        alive=((advantages != 0) & noisy).flatten(1).any(1),
+        alive=(advantages != 0).flatten(1).any(1),
         dropped=int((~torch.isfinite(total)).sum()),
     )
 

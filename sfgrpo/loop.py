@@ -295,7 +295,7 @@ class StepwiseGRPO:
         if config.mix == "each":
             weights = {t.name: t.weight for t in terms if t.weight} or dict.fromkeys(scored.parts, 1.0)
             credits = [credit_of(name, scored.parts[name]) for name in weights]
-            return mix_credits(credits, list(weights.values()), scored.total, noisy)
+            return mix_credits(credits, list(weights.values()), scored.total)
         if any(t.normalise for t in terms):
             return credit_of("total", scored.normalised(terms))
         return credit_of("total", scored.total)

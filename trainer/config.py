@@ -254,6 +254,11 @@ class RunConfig:
     tensorboard: bool = False
     """Also write TensorBoard events (needs the package tensorboard)."""
 
+    @property
+    def is_guided(self) -> bool:
+        """Whether training or evaluation encodes negative prompts."""
+        return max(self.sampling.guidance, self.eval.guidance or 1.0) > 1
+
     def __post_init__(self) -> None:
         for name in ("iterations", "save_every"):
             if getattr(self, name) < 1:

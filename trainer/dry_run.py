@@ -69,8 +69,7 @@ def describe_lengths(config: RunConfig, prompts: Sequence[Prompt]) -> str:
         family = load_model(config.model_path, options, "tokenizers")
     except UserError as error:
         return f"\nprompts     how long they are was not looked at: {str(error).splitlines()[0]}"
-    guided = max(config.sampling.guidance, config.eval.guidance or 1.0) > 1
-    return "".join(f"\nwarning     {words}" for words in cut_prompts(family, prompts, guided))
+    return "".join(f"\nwarning     {words}" for words in cut_prompts(family, prompts, config.is_guided))
 
 
 def size(number: float) -> str:

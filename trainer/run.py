@@ -130,7 +130,7 @@ class Run:
             needed.update(pick_prompts(count, config.prompts.per_iteration, iteration, config.seed))
             if len(needed) == len(self.prompts):
                 break
-        guided = max(config.sampling.guidance, config.eval.guidance or 1.0) > 1
+        guided = config.is_guided
         family = self._load("encoders")
         if self.processes.is_main:
             self.remarks += cut_prompts(family, self.prompts, guided)

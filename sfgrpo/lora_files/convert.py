@@ -16,7 +16,7 @@ from ..export import fold
 from .file import LoRAFile, common_dtype
 from .keys import parse
 from .names import Family
-from .recognise import UnknownModel
+from .recognise import UnknownModel, recognise
 from .scale import FOLDED, scale_of
 from .understand import Pair, Read, understand
 
@@ -86,13 +86,16 @@ def written(read: Read, dtype: torch.dtype | None = None) -> tuple[dict[str, Ten
 
 def doubts(file: LoRAFile) -> list[str]:
     """What is not proven of a file that is used as it stands, a sentence each: its model, and its scale."""
+    layers = parse(file).layers
     try:
-        read = understand(file)
+        model = recognise(file, layers).doubt
     except UnknownModel:
         return []
-    model = [f"LoRA file {file.name} may be of another model: {read.doubt}"] if read.doubt else []
-    scale = f"LoRA file {file.name} is taken at scale 1: {read.scale.doubt}; `sfgrpo lora convert` writes it with it"
-    return model + ([scale] if read.scale.doubt else [])
+    scale = scale_of(file, layers).doubt
+    lines = [f"LoRA file {file.name} may be of another model: {model}"] if model else []
+    if scale:
+        lines.append(f"LoRA file {file.name} is taken at scale 1: {scale}; `sfgrpo lora convert` writes it with it")
+    return lines
 
 
 def check_sure(read: Read) -> None:

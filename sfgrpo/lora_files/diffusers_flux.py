@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from .diffusers_keys import (
+    DOWN,
     LINEAR_LAYER,
     NO_PREFIX,
+    Refused,
     any_key,
     begins,
     behind_transformer,
@@ -12,9 +14,8 @@ from .diffusers_keys import (
     is_native,
     is_own,
     is_underscored,
-    none_loaded,
     plain,
-    refused_for,
+    refuse_keys,
     some_loaded,
     styles,
 )
@@ -24,7 +25,6 @@ from .names import Place
 from .scale import peft_table
 from .understand import Read
 
-DOWN = ".lora_down.weight"
 CLIP = ("lora_te_", "lora_te1_", "text_encoders.clip_l.transformer.")
 
 
@@ -33,12 +33,12 @@ def flux1(read: Read) -> Verdict:
     if any_key(read, DOWN):
         if begins(read, "transformer."):
             if "lora_linear_layer" in styles(read):
-                return none_loaded(read, LINEAR_LAYER)
+                raise Refused(LINEAR_LAYER)
             return some_loaded(
                 read, lambda la, p: la.prefix == "transformer." and is_own(la, p), NO_PREFIX, alphas=False
             )
         if read.family.key == "chroma" and begins(read, *CLIP):
-            return none_loaded(read, "it refuses a file with a LoRA of a text encoder that the model does not have")
+            raise Refused("it refuses a file with a LoRA of a text encoder that the model does not have")
         return _onetrainer(read) if begins(read, "lora_transformer_") else _kohya(read)
     if any_key(read, "processor"):
         return some_loaded(
@@ -51,25 +51,23 @@ def flux1(read: Read) -> Verdict:
             alphas=False,
         )
     if any_key(read, "base_model"):
-        return none_loaded(read, "it takes a file of raw peft for another dialect, and refuses it")
+        raise Refused("it takes a file of raw peft for another dialect, and refuses it")
     if read.family.key == "chroma":
         if begins(read, "text_encoder.") and not peft_table(read.file):
-            return none_loaded(read, "it refuses a file with a LoRA of the T5 text encoder")
+            raise Refused("it refuses a file with a LoRA of the T5 text encoder")
         return behind_transformer(read, (), alphas=True)
     return behind_transformer(read, ("text_encoder.",), alphas=True)
 
 
 def _onetrainer(read: Read) -> Verdict:
     good = ("lora_unet_", "lora_te1_text_model_encoder_layers_")
-    refused = refused_for(read, (key for key in read.left_out if not key.startswith(good)))
-    if refused:
-        return refused
+    refuse_keys(key for key in read.left_out if not key.startswith(good))
     outside = ("x_embedder", "context_embedder", "time_text_embed.", "norm_out.", "proj_out")
     names = [(layer, p.entries[0].diffusers) for layer, p in read.layers]
     if any(la.prefix != "lora_transformer_" or not (".attn." in n or n.startswith(outside)) for la, n in names):
-        return none_loaded(read, "its conversion of OneTrainer's names knows no feed-forward layers and no modulations")
+        raise Refused("its conversion of OneTrainer's names knows no feed-forward layers and no modulations")
     if any(layer.alpha is None for layer, _ in read.layers):
-        return none_loaded(read, "it takes OneTrainer's names only with alpha tensors")
+        raise Refused("it takes OneTrainer's names only with alpha tensors")
     return some_loaded(read, lambda *_: True, "", alphas=True)
 
 
@@ -77,23 +75,18 @@ def _kohya(read: Read) -> Verdict:
     """kohya's names, and native ones with `lora_down`; all other keys are passed over."""
     norms = any(".norm" in key and ".diff" in key for key in read.file.tensors)
     passed = [".diff_b", "position_embedding", "text_projection", *([".norm", ".diff"] if norms else [])]
-    refused = refused_for(
-        read,
-        (
-            key
-            for key in read.left_out
-            if key.startswith(("lora_unet_", "diffusion_model.")) and not any(part in key for part in passed)
-        ),
+    refuse_keys(
+        key
+        for key in read.left_out
+        if key.startswith(("lora_unet_", "diffusion_model.")) and not any(part in key for part in passed)
     )
-    if refused:
-        return refused
     if any(
         not _native_form(la, p) or la.style != "lora_down" or p.entries[0].diffusers.startswith("distilled")
         for la, p in read.layers
     ):
-        return none_loaded(read, "it refuses a file with names that it does not know")
+        raise Refused("it refuses a file with names that it does not know")
     if begins(read, *CLIP) and not any(key.startswith(CLIP) and "out_proj" in key for key in read.file.tensors):
-        return none_loaded(read, "it refuses a file with an unusual part of the text encoder (without its out_proj)")
+        raise Refused("it refuses a file with an unusual part of the text encoder (without its out_proj)")
     return some_loaded(read, lambda _, p: in_block(p), "its conversion drops layers outside the blocks", alphas=True)
 
 
@@ -126,12 +119,10 @@ def flux2(read: Read) -> Verdict:
         key: key.replace("base_model.model.", "diffusion_model.")[len("diffusion_model.") :] for key in read.left_out
     }
     blocks = ("single_transformer_blocks.", "transformer_blocks.", "sformer_blocks.")
-    refused = refused_for(read, (key for key, name in cut.items() if not name.startswith(blocks) or "lora" not in name))
-    if refused:
-        return refused
+    refuse_keys((key for key, name in cut.items() if not name.startswith(blocks) or "lora" not in name))
     for layer, place in read.layers:
         known = is_native(layer, place) or (is_own(layer, place) and in_block(place))
         if layer.style != "lora_A" or layer.alpha is not None or not known:
-            return none_loaded(read, "it refuses a file with names or alpha tensors that it does not know")
+            raise Refused("it refuses a file with names or alpha tensors that it does not know")
     wrong = "it would load shift and scale of the final modulation in the wrong order"
     return some_loaded(read, lambda _, p: p.entries[0].rows != "swap", wrong, alphas=False)

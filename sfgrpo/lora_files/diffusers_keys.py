@@ -13,36 +13,38 @@ from .understand import Read
 NO_PREFIX = "it reads only keys that begin with `transformer.` and the dialects that it converts"
 LINEAR_LAYER = "it cannot read `lora_linear_layer` any more"
 
+DOWN = ".lora_down.weight"
+
 Known = Callable[[Layer, Place], bool]
 
 
-def none_loaded(read: Read, why: str) -> Verdict:
-    """No layer is loaded."""
-    return Verdict(fails={layer.key: why for layer, _ in read.layers})
+class Refused(Exception):
+    """diffusers loads nothing of a file; the message says why."""
+
+
+def refuse_keys(keys: Iterable[str]) -> None:
+    """Raise Refused for the first of keys that diffusers does not know."""
+    key = next(iter(keys), None)
+    if key is not None:
+        raise Refused(f"it refuses a file with a key that it does not know ({key[:80]})")
+
+
+def metadata_scale(read: Read) -> Callable[[Layer], float]:
+    """What `lora_adapter_metadata` multiply a layer's effect by, also after a conversion; 1 without them."""
+    return diffusers_scale(read.file).of if peft_table(read.file) else lambda layer: 1.0
 
 
 def some_loaded(read: Read, known: Known, why: str, *, alphas: bool) -> Verdict:
-    """Layers for which known(layer, place) are loaded; alphas: with their alpha tensors, else at scale 1.
-
-    The alpha of lora_adapter_metadata comes on top, also after a conversion.
-    """
-    verdict = Verdict()
-    table = peft_table(read.file)
+    """Layers for which known(layer, place) are loaded; alphas: with their alpha tensors, else at scale 1."""
+    verdict, said = Verdict(), metadata_scale(read)
     for layer, place in read.layers:
         if known(layer, place):
-            scale = layer.alpha / layer.rank if alphas and layer.alpha is not None else 1.0
-            verdict.add(read, layer, scale * diffusers_scale(read.file).of(layer) if table else scale)
+            verdict.add(
+                read, layer, said(layer) * (layer.alpha / layer.rank if alphas and layer.alpha is not None else 1)
+            )
         else:
             verdict.fails[layer.key] = why
     return verdict
-
-
-def refused_for(read: Read, keys: Iterable[str]) -> Verdict | None:
-    """No layer is loaded where there are keys for which diffusers refuses a file."""
-    key = next(iter(keys), None)
-    return (
-        None if key is None else none_loaded(read, f"it refuses a file with a key that it does not know ({key[:80]})")
-    )
 
 
 def is_own(layer: Layer, place: Place) -> bool:
@@ -79,28 +81,28 @@ def styles(read: Read) -> set[str]:
 
 def plain(read: Read, encoders: tuple[str, ...] = ("text_encoder.", "text_encoder_2.")) -> Verdict:
     """The path that all pipelines share, SD3's: diffusers' names behind `transformer.`, and `lora` in every key."""
-    without = [key for key in read.file.tensors if "lora" not in key]
-    return refused_for(read, without) or behind_transformer(read, encoders)
+    refuse_keys(key for key in read.file.tensors if "lora" not in key)
+    return behind_transformer(read, encoders)
 
 
 def behind_transformer(read: Read, encoders: tuple[str, ...], alphas: bool = False) -> Verdict:
     """What is written with diffusers' names behind `transformer.`; alphas: alpha tensors are read."""
     if any(layer.style == "lora_linear_layer" and layer.prefix == "transformer." for layer, _ in read.layers):
-        return none_loaded(read, LINEAR_LAYER)
+        raise Refused(LINEAR_LAYER)
     table = peft_table(read.file)
     for start in encoders:
         if table and begins(read, start) and not any(key.startswith(start) for key in table):
-            return none_loaded(read, f"its metadata (lora_adapter_metadata) lack the part of {start.removesuffix('.')}")
+            raise Refused(f"its metadata (lora_adapter_metadata) lack the part of {start.removesuffix('.')}")
     if table and alphas and any_key(read, "alpha"):
-        return none_loaded(read, "it refuses a file with both alpha tensors and lora_adapter_metadata")
+        raise Refused("it refuses a file with both alpha tensors and lora_adapter_metadata")
     # Where there are alpha tensors, a layer without one gets the first of them.
     told = [v for k, v in read.file.tensors.items() if k.startswith("transformer.") and "alpha" in k] if alphas else []
-    verdict = Verdict()
+    verdict, said = Verdict(), metadata_scale(read)
     for layer, place in read.layers:
         if layer.prefix != "transformer." or not is_own(layer, place) or layer.style not in ("lora_A", "lora.down"):
             verdict.fails[layer.key] = NO_PREFIX
         elif told:
             verdict.add(read, layer, (float(told[0]) if layer.alpha is None else layer.alpha) / layer.rank)
         else:
-            verdict.add(read, layer, diffusers_scale(read.file).of(layer) if table else 1.0)
+            verdict.add(read, layer, said(layer))
     return verdict

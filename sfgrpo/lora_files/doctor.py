@@ -8,7 +8,7 @@ from .convert import warnings
 from .diffusers_loader import in_diffusers
 from .file import LoRAFile
 from .loaders import Verdict, in_comfyui
-from .understand import Read, understand
+from .understand import Read, as_family, understand
 
 SHOWN = 3
 """Layers of a kind that are named; all are counted."""
@@ -112,7 +112,7 @@ def report(file: LoRAFile, *, alpha: float | None = None, model: str | None = No
     """
     read = understand(file, alpha=alpha, model=model)
     layers = [layer for layer, _ in read.layers]
-    others = [understand(file, alpha=alpha, model=family.key) for family in read.also]
+    others = [as_family(read, family) for family in read.also]
     return Report(
         name=file.name,
         family=read.family.title,
@@ -121,7 +121,7 @@ def report(file: LoRAFile, *, alpha: float | None = None, model: str | None = No
         dialect=dialect(read),
         ranks=sorted({layer.rank for layer in layers}),
         layers=len(layers),
-        total=read.total,
+        total=len(read.parsed.layers),
         alpha=read.scale.where,
         scales=sorted({round(read.scale.of(layer), 6) for layer in layers}),
         comfyui=in_comfyui(read),

@@ -17,13 +17,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from .file import LoRAFile
 from .keys import Layer
 
 FOLDED = "folded into lora_B"
 """What our own files say of their alpha."""
+
+
+def of_pattern(patterns: Iterable[tuple[str, Any]], name: str, default: Any) -> Any:
+    """What a pattern of peft's (alpha_pattern, rank_pattern) gives a layer, by the first that matches its name."""
+    return next((value for pattern, value in patterns if re.match(rf"(.*\.)?({pattern})$", name)), default)
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Scale:
         """The number that B A is multiplied by."""
         if self.kind == "tensors":
             return 1.0 if layer.alpha is None else layer.alpha / layer.rank
-        alpha = next((a for p, a in self.patterns if re.match(rf"(.*\.)?({p})$", layer.name)), self.alpha)
+        alpha = of_pattern(self.patterns, layer.name, self.alpha)
         return 1.0 if alpha is None else alpha / (math.sqrt(layer.rank) if self.root else layer.rank)
 
 

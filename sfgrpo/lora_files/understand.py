@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .families import FAMILIES
 from .file import LoRAFile
-from .keys import Layer, parse
+from .keys import Layer, Parsed, parse
 from .names import Entry, Family, Place, cut, to_native
 from .recognise import Recognised, recognise
 from .scale import Scale, scale_of
@@ -27,21 +27,21 @@ class Read:
     """A file in terms of its model family."""
 
     file: LoRAFile
+    parsed: Parsed
     family: Family
     also: list[Family]
     """Families that have all these layers too; their file would be the same."""
-    layers: list[tuple[Layer, Place]]
+    doubt: str
+    """Why the file may be of another model than `family`; a clause, empty where nothing says so."""
     scale: Scale
-    factors: dict[str, Pair]
-    """Canonical name -> A and B, float32, the scale in B."""
-    left_out: dict[str, str]
+    layers: list[tuple[Layer, Place]] = field(default_factory=list)
+    """Those of `parsed` that are the family's."""
+    left_out: dict[str, str] = field(default_factory=dict)
     """Key -> why it is not among the factors."""
+    factors: dict[str, Pair] = field(default_factory=dict)
+    """Canonical name -> A and B, float32, the scale in B."""
     lacking: list[str] = field(default_factory=list)
     """Canonical names that ComfyUI does not know."""
-    total: int = 0
-    """Layers of the file, those that are none of the family's among them."""
-    doubt: str = ""
-    """Why the file may be of another model than `family`; a clause, empty where nothing says so."""
 
 
 def understand(file: LoRAFile, *, alpha: float | None = None, model: str | None = None) -> Read:
@@ -54,28 +54,37 @@ def understand(file: LoRAFile, *, alpha: float | None = None, model: str | None 
     parsed = parse(file)
     scale = scale_of(file, parsed.layers, alpha)
     found = recognise(file, parsed.layers) if model is None else Recognised(_family(model))
-    family = found.family
-    read = Read(file, family, found.also, [], scale, {}, dict(parsed.left_out))
-    read.total, read.doubt = len(parsed.layers), found.doubt
-    parts: dict[str, _Part] = {}
-    for layer in parsed.layers:
-        place = family.find(layer.name)
-        if place is None:
-            read.left_out |= dict.fromkeys(layer.keys, f"part of no layer of {family.title}")
-            continue
-        read.layers.append((layer, place))
-        _add_parts(parts, layer, place, layer.b.float() * scale.of(layer), file)
+    read = place_layers(Read(file, parsed, found.family, found.also, found.doubt, scale))
+    family = read.family
     if not read.layers:
         raise ValueError(f"LoRA file {file.name} has no layer of {family.title}; the first is {parsed.layers[0].key}")
-    for name, part in parts.items():
-        if not family.native_export:
-            read.factors[f"transformer.{name}"] = part.stacked()
-            if not family.comfy_has(part.entry):
-                read.lacking.append(f"transformer.{name}")
+    parts: dict[str, _Part] = {}
+    for layer, place in read.layers:
+        _add_parts(parts, layer, place, layer.b.float() * scale.of(layer), file)
     if family.native_export:
         read.factors, missing = _native(family, parts)
         read.left_out |= missing
+        return read
+    read.factors = {f"transformer.{name}": part.stacked() for name, part in parts.items()}
+    read.lacking = [f"transformer.{name}" for name, part in parts.items() if not family.comfy_has(part.entry)]
     return read
+
+
+def place_layers(read: Read) -> Read:
+    """Fill in which layers of the file are its family's, and which keys are left out for it; no factors."""
+    read.left_out = dict(read.parsed.left_out)
+    for layer in read.parsed.layers:
+        place = read.family.find(layer.name)
+        if place is None:
+            read.left_out |= dict.fromkeys(layer.keys, f"part of no layer of {read.family.title}")
+        else:
+            read.layers.append((layer, place))
+    return read
+
+
+def as_family(read: Read, family: Family) -> Read:
+    """The same file in terms of another family that it fits, as loaders see it: without factors."""
+    return place_layers(Read(read.file, read.parsed, family, [], "", read.scale))
 
 
 def _family(key: str) -> Family:

@@ -321,7 +321,7 @@ def test_credit_of_each_reward_then_mixed_by_hand():
     weights, noisy = (0.75, -0.5), torch.tensor([True, True, True, False])
     total = weights[0] * first + weights[1] * second
     credits = [assign_credit(r, "gain", noisy=noisy) for r in (first, second)]
-    mixed = mix_credits(credits, weights, total, noisy)
+    mixed = mix_credits(credits, weights, total)
     for g in range(2):
         expected = 0
         for r, w in zip((first, second), weights, strict=True):
@@ -331,8 +331,8 @@ def test_credit_of_each_reward_then_mixed_by_hand():
         assert not mixed.advantages[g][:, ~noisy].any()
     torch.testing.assert_close(mixed.gains, (total[..., 1:] - total[..., :-1]), rtol=0, atol=1e-3)
     scaled = [assign_credit(r, "gain", noisy=noisy) for r in (first, second / 1000)]
-    torch.testing.assert_close(mix_credits(scaled, weights, total, noisy).advantages, mixed.advantages)
-    doubled = mix_credits(credits, (1.5, -1.0), 2 * total, noisy)
+    torch.testing.assert_close(mix_credits(scaled, weights, total).advantages, mixed.advantages)
+    doubled = mix_credits(credits, (1.5, -1.0), 2 * total)
     torch.testing.assert_close(doubled.advantages, mixed.advantages)
     assert mixed.alive.tolist() == [True, True] and mixed.dropped == 0 and bool(mixed.valid.all())
 
@@ -342,7 +342,7 @@ def test_an_image_without_one_of_the_scores_is_left_out_of_the_mix():
     second[0, 1, 1] = math.nan
     noisy = torch.tensor([True])
     credits = [assign_credit(r, "gain", noisy=noisy) for r in (first, second)]
-    mixed = mix_credits(credits, (1.0, 1.0), first + second, noisy)
+    mixed = mix_credits(credits, (1.0, 1.0), first + second)
     assert mixed.valid[0, :, 0].tolist() == [True, False, True] and mixed.dropped == 1
     assert mixed.advantages[0, 1, 0] == 0 and credits[0].advantages[0, 1, 0] != 0
     assert bool(mixed.advantages.isfinite().all())
@@ -351,4 +351,4 @@ def test_an_image_without_one_of_the_scores_is_left_out_of_the_mix():
 def test_weights_that_are_all_0():
     credit = assign_credit(torch.rand(1, 3, 2), "gain")
     with pytest.raises(ValueError, match="all weights are 0"):
-        mix_credits([credit], [0.0], torch.rand(1, 3, 2), torch.tensor([True]))
+        mix_credits([credit], [0.0], torch.rand(1, 3, 2))

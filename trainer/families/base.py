@@ -53,18 +53,23 @@ class Family(Loading, ABC):
         return self.MAX_LENGTH if length is None else length
 
     @property
+    def _tokenizers(self) -> list[str]:
+        """Their names; the last is that of max_sequence_length."""
+        return [name for name in self.ENCODERS if name.startswith("tokenizer")]
+
+    @property
     def text_limits(self) -> dict[str, int]:
         """Tokenizer's name -> tokens of `count_tokens` that its encoder reads.
 
         The last tokenizer's is max_sequence_length, which is 0 where its encoder is left out; others are CLIPs.
         """
-        *clips, last = [name for name in self.ENCODERS if name.startswith("tokenizer")]
+        *clips, last = self._tokenizers
         limits = {name: self.pipeline.tokenizer_max_length for name in clips}
         return limits | ({last: self.max_sequence_length} if self.max_sequence_length else {})
 
     def has_raisable_limit(self, tokenizer: str) -> bool:
         """Whether max_sequence_length is that tokenizer's limit."""
-        return tokenizer == [name for name in self.ENCODERS if name.startswith("tokenizer")][-1]
+        return tokenizer == self._tokenizers[-1]
 
     def count_tokens(self, tokenizer: str, text: str) -> int:
         """Tokens up to the end of a text as the pipeline gives it to that tokenizer, not cut.
